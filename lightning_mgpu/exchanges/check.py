@@ -7,7 +7,7 @@ import torch
 from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor
 
-from lightning_mgpu.exchanges.runner import drive, look_at_all, run_exchanges
+from lightning_mgpu.exchanges.runner import drive, run_exchanges
 
 SHAPES = ((), (7,), (24, 30), (6, 4, 5, 5))
 
@@ -43,16 +43,16 @@ def check_exchange(
 def call_three_times(exchange: Any, k: int, like: dict[str, Tensor]) -> bytes:
     """All results, each with the states of the call before, and the last states."""
     generator = torch.Generator().manual_seed(0)
-    states: dict[int, dict[Any, Any]] = {replica: {} for replica in range(k)}
+    states: dict[int, dict[str, Any]] = {replica: {} for replica in range(k)}
     returned: list[Tensor] = []
     for _ in range(3):
         replicas = [
             {p: torch.randn(p.shape, generator=generator).to(p) for p in like.values()}
             for _ in states
         ]
-        looks = look_at_all(like, replicas)
-        results, _ = drive(run_exchanges(exchange, like, replicas, states, looks, k))
-        returned += results.values()
+        outcome = drive(run_exchanges(exchange, like, replicas, states, k, plan=[]))
+        states = outcome.states
+        returned += outcome.results.values()
     torch.save(move_data_to_device([returned, states], "cpu"), content := BytesIO())
     return content.getvalue()
 

@@ -8,6 +8,7 @@ checksum of its layout, so that a round of another layout is noticed by all, and
 
 from collections import UserDict
 from collections.abc import Callable, Generator, Mapping
+from copy import deepcopy
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -16,11 +17,11 @@ from torch import Tensor
 
 from lightning_mgpu.shards.checksum import checksum
 
-Looks = tuple[int, ...]  # of each parameter
 Exchange = Generator[Any, Any, Any]
+Rows = Generator[tuple[Tensor, bool], Tensor, Any]  # rows (r, n) of the replicas here to (k, n)
+Gather = Callable[[Tensor], Tensor]  # the same, as a function
+BUFFERS = "buffers"  # beside the names of parameters: a module cannot have one of this name
 HEAD = 8  # bytes of a checksum before a row
-MISSING, FINITE, NOT_FINITE = 0, 1, 2  # what a replica has of a parameter
-Gather = Callable[[Tensor], Tensor]  # from the rows (r, n) of the replicas here to (k, n)
 
 
 class Layout(NamedTuple):
@@ -28,6 +29,15 @@ class Layout(NamedTuple):
 
     checksum: int
     num_bytes: int
+
+
+class Outcome(NamedTuple):
+    """What the exchanges of a step have led to."""
+
+    results: dict[str, Tensor]  # by parameter, in memory laid out like it
+    states: dict[int, dict[str, Any]]  # of each replica here, by parameter
+    buffers: Tensor | None  # of all replicas (k, bytes)
+    num_bytes: int  # that a replica has sent
 
 
 class State(UserDict):
@@ -46,22 +56,32 @@ def run_exchanges(
     exchange: Any,
     parameters: dict[str, Tensor],
     replicas: list[dict[Tensor, Tensor]],  # the X of each replica here, by parameter
-    states: Mapping[int, dict[Any, Any]],  # of the same replicas, by number; kept for the next step
-    looks: Looks,  # of all replicas
+    states: Mapping[int, dict[str, Any]],  # of the same replicas, by number: they are not changed
     num_replicas: int,  # k
-    plans: dict[Looks, list[Layout]] | None = None,  # of every round
-) -> Generator[tuple[Tensor, bool], Tensor, tuple[dict[Tensor, Tensor], int]]:
+    plan: list[Layout],  # of every round
+    buffers: list[Tensor] | None = None,  # of each replica here: they travel in the first round
+) -> Generator[tuple[Tensor, bool], Tensor, Outcome]:
     """Yields rows (r, n) of the replicas here, and whether processes may be at different places.
 
-    It gets the rows (k, n) of all replicas. Returns the results, in memory laid out like the
-    parameters, and the number of bytes that a replica has sent.
+    It gets the rows (k, n) of all replicas. For an X that is missing, or not finite, an exchange
+    gets zeros: whoever knows what all replicas have does not use what comes of it.
 
     Raises:
         RuntimeError: If replicas send or return what does not fit together.
     """
-    look_of = dict(zip(parameters, looks))
-    running, results = start(exchange, parameters, look_of, replicas, states, num_replicas)
-    plan = [] if plans is None else plans.setdefault(looks, [])
+    running: dict[str, list[Any]] = {}
+    results: dict[str, list[Any]] = {}
+    after: dict[int, dict[str, Any]] = {replica: {} for replica in states}
+    for name, p in parameters.items():
+        running[name], results[name] = [], []
+        for (replica, kept), tensors in zip(states.items(), replicas):
+            data = after[replica][name] = deepcopy(kept.get(name, {}))
+            X = torch.nan_to_num(tensors[p], 0, 0, 0) if p in tensors else torch.zeros_like(p)
+            generator = exchange(X.contiguous(), State(name, replica, num_replicas, data))
+            running[name].append(endless(generator, results[name]))
+    if buffers:
+        results[BUFFERS] = []
+        running[BUFFERS] = [endless(take_all(each), results[BUFFERS]) for each in buffers]
     received: dict[str, Any] = dict.fromkeys(running)
     num_bytes = 0
     for number in count():
@@ -74,51 +94,20 @@ def run_exchanges(
             break
         received = unpack(sent, rows)
         num_bytes += rows.shape[1]
-    return take_results(parameters, results), num_bytes
+    all_buffers = results.pop(BUFFERS)[0] if buffers else None
+    return Outcome(take_results(parameters, results), after, all_buffers, num_bytes)
 
 
 def drive(
     run: Any, meet: Gather = Tensor.detach, send: Gather = Tensor.detach, rows: Any = None
-) -> Any:
-    """Carry the rows of `run_exchanges`, which gets `rows` first; returns what it returns."""
+) -> Outcome:
+    """Carry the rows of `run_exchanges`, which gets `rows` first. By default all replicas are here."""
     try:
         while True:
             own, is_meeting = run.send(rows)
             rows = (meet if is_meeting else send)(own)
     except StopIteration as end:
         return end.value
-
-
-def look_at_all(parameters: dict[str, Tensor], replicas: list[dict[Tensor, Tensor]]) -> Looks:
-    """The most that any replica here has of each parameter."""
-    return tuple(max(look_at(each.get(p)) for each in replicas) for p in parameters.values())
-
-
-def start(
-    exchange: Any,
-    parameters: dict[str, Tensor],
-    look_of: dict[str, int],
-    replicas: list[dict[Tensor, Tensor]],
-    states: Mapping[int, dict[Any, Any]],
-    num_replicas: int,
-) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
-    """The generators of the replicas here, by parameter, and lists that will have their results."""
-    running: dict[str, list[Any]] = {}
-    results: dict[str, list[Any]] = {}
-    for name, p in parameters.items():
-        if look_of[name] == MISSING:
-            continue
-        running[name], results[name] = [], []
-        for (replica, kept), tensors in zip(states.items(), replicas):
-            X = tensors[p] if p in tensors else torch.zeros_like(p)
-            X = X.clone(memory_format=torch.contiguous_format)
-            if look_of[name] == NOT_FINITE or not p.numel():  # all see it, and no state keeps it
-                generator = exact(X, {})
-            else:
-                data = kept.setdefault((name, tuple(p.shape), str(p.dtype)), {})
-                generator = exchange(X, State(name, replica, num_replicas, data))
-            running[name].append(endless(generator, results[name]))
-    return running, results
 
 
 def endless(generator: Exchange, results: list[Any]) -> Generator[Any, Any, Any]:
@@ -130,9 +119,11 @@ def endless(generator: Exchange, results: list[Any]) -> Generator[Any, Any, Any]
         yield ()
 
 
-def trade(
-    sent: dict[str, list[Any]], running: dict[str, list[Any]], plan: list[Layout], number: int
-) -> Generator[tuple[Tensor, bool], Tensor, Tensor | None]:
+def take_all(X: Tensor) -> Exchange:
+    return torch.stack((yield X))
+
+
+def trade(sent: dict[str, list[Any]], running: Any, plan: list[Layout], number: int) -> Rows:
     """Returns the rows of all replicas in a round (k, bytes), or None if all exchanges are over."""
     by_replica = [*zip(*sent.values())]
     rows = [
@@ -162,9 +153,7 @@ def trade(
     return (yield torch.stack(rows), False)
 
 
-def refuse_unequal(
-    by_replica: list[Any], running: dict[str, list[Any]]
-) -> Generator[tuple[Tensor, bool], Tensor, None]:
+def refuse_unequal(by_replica: list[Any], running: dict[str, list[Any]]) -> Rows:
     """Find out which parameter is sent in different layouts, and where its exchange waits."""
     layouts = [[checksum(describe(x)) for x in xs] for xs in by_replica]
     checksums = yield torch.tensor(layouts), True
@@ -190,7 +179,7 @@ def unpack(sent: dict[str, list[Any]], rows: Tensor) -> dict[str, list[Any]]:
     return received
 
 
-def take_results(parameters: dict[str, Tensor], results: dict[str, Any]) -> dict[Tensor, Tensor]:
+def take_results(parameters: dict[str, Tensor], results: dict[str, Any]) -> dict[str, Tensor]:
     found = {}
     for name, (first, *others) in results.items():
         p = parameters[name]
@@ -198,12 +187,8 @@ def take_results(parameters: dict[str, Tensor], results: dict[str, Any]) -> dict
             raise RuntimeError(f"{name}: for X of {describe(p)} it returned {describe(first)}")
         if not all(torch.equal(to_bytes(each), to_bytes(first)) for each in others):
             raise RuntimeError(f"{name}: what is returned differs between replicas")
-        found[p] = torch.empty_like(p).copy_(first)
+        found[name] = torch.empty_like(p).copy_(first)
     return found
-
-
-def look_at(X: Tensor | None) -> int:
-    return MISSING if X is None else FINITE if X.isfinite().all() else NOT_FINITE
 
 
 def tensors_of(sent: Any) -> list[Tensor]:

@@ -9,6 +9,7 @@ from zlib import crc32
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from lightning.fabric.utilities import move_data_to_device
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
@@ -21,7 +22,7 @@ from lightning_mgpu.allreduce import textbook_allreduce
 from lightning_mgpu.exchanges.check import check_exchange, path_of
 from lightning_mgpu.exchanges.local_sgd import exchange_and_step, nesterov
 from lightning_mgpu.exchanges.rounds import RoundsStrategy
-from lightning_mgpu.exchanges.runner import Looks, exact, look_at_all, to_bytes
+from lightning_mgpu.exchanges.runner import exact
 from lightning_mgpu.shards.checksum import checksum
 from lightning_mgpu.strategies.buffers import read_buffers
 from lightning_mgpu.strategies.window import Gradients
@@ -113,11 +114,9 @@ class ExchangeStrategy(RoundsStrategy):
             self._facts = crc32(repr(facts).encode(), self._facts)
             sums = {p: torch.empty_like(p).copy_(g) for p, g in replicas[0].items()}
         else:
-            looks = look_at_all(self._named(), replicas)
-            early = self._start_early(looks, replicas)
-            layout = crc32(repr((*self._find_layout().values(),)).encode())
-            row = self.compare_facts("gradients", np.array(looks, np.uint8), parameters=layout)
-            sums = self._run(replicas, tuple(row.max(axis=0, initial=0).tolist()), early)
+            layout = self.find_layout()
+            layout_sum = crc32(repr((*layout.values(),)).encode())
+            sums = self.exchange_all(layout, replicas, "gradients", parameters=layout_sum)
         self.set_sums(sums)
         self.num_bytes[1] += sum(p.nbytes for p in sums)
 
@@ -130,13 +129,9 @@ class ExchangeStrategy(RoundsStrategy):
     def _find_trained(self) -> list[Tensor]:
         return [p for p in self.module.parameters() if p.requires_grad]
 
-    def _find_still(self) -> list[Tensor]:
-        return [p for p in self.module.parameters() if not p.requires_grad]
-
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if self.every and not self._weights:  # before a closure moves them, as SAM's do
             self._weights = {p: p.detach().clone() for p in self._find_trained()}
-            self._still = {p: checksum(p) for p in self._find_still()}
         return super().training_step(*args, **kwargs)
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -164,40 +159,19 @@ class ExchangeStrategy(RoundsStrategy):
         if not self.every or not self._num_updates:
             return
         self._num_updates = 0
-        differences = {p: (X - p) / self.num_replicas for p, X in self._weights.items()}
-        looks, moved = self._compare_since_last(differences)
-        self._buffers = [each for each in [read_buffers(self.module)] if len(each)]
-        for p, step in self._run([differences], looks).items():
-            p.copy_(self._weights[p].sub_(step))
-        for p in (p for p, has_moved in zip(self._still, moved) if has_moved):
-            rows = self.gather_rows(to_bytes(p)[None])
-            p.copy_(rows.view(p.dtype).mean(0).view(p.shape))
-        self._weights = {}
-
-    def _compare_since_last(self, differences: Gradients) -> tuple[Looks, np.ndarray]:
-        """The meeting of an exchange of weights, about what has happened since the last one.
-
-        Returns the looks, and which parameters without a gradient have moved.
-        """
-        trained = self._find_trained()
-        if {*trained} != {*self._weights} or {*self._find_still()} != {*self._still}:
+        if {*self._find_trained()} != {*self._weights}:
             raise RuntimeError("Between two exchanges of weights, `requires_grad` must not change.")
+        differences = {p: (X - p) / self.num_replicas for p, X in self._weights.items()}
+        self._buffers = [each for each in [read_buffers(self.module)] if len(each)]
         lrs = [group["lr"] for each in self.optimizers for group in each.param_groups]
-        facts = np.array([self._facts, checksum(lrs), len(trained)]).view(np.uint8)
-        looks = np.array(look_at_all(self._named(), [differences]), np.uint8)
-        moved = np.array([checksum(p) != value for p, value in self._still.items()], np.uint8)
-        rows = self.gather(np.concatenate([facts, looks, moved]), "weights to exchange")
-        numbers = np.ascontiguousarray(rows[:, : len(facts)]).view(np.int64)
-        names = "batches", "learning rates", "parameters that require a gradient"
-        for process, i in np.argwhere(numbers != numbers[0]).tolist():
-            raise RuntimeError(
-                f"Since the last exchange of weights, process {process} had other {names[i]} than "
-                "process 0: seed all alike, do not split a dataset by rank, and let schedulers "
-                "act on what is logged with sync_dist=True."
-            )
+        since_last = crc32(repr((self._facts, checksum(lrs), len(differences))).encode())
         self._facts = 0
-        all_looks, all_moved = np.split(rows[:, len(facts) :], [len(looks)], axis=1)
-        return tuple(all_looks.max(axis=0).tolist()), all_moved.max(axis=0, initial=0)
+        steps = self.exchange_all(
+            differences, [differences], "weights to exchange", since_last=since_last
+        )
+        for p, step in steps.items():
+            p.copy_(self._weights[p].sub_(step))
+        self._weights = {}
 
     def share_buffers(self, rows: Tensor | None = None) -> None:
         """With `every` they are shared when weights are, and not in every step."""
@@ -223,7 +197,9 @@ class ExchangeStrategy(RoundsStrategy):
             optimizers = [each.state_dict() for each in self.optimizers if self.every]
             own = {replica: [kept, optimizers] for replica, kept in self._states.items()}
             own = move_data_to_device(own, "cpu")
-            parts = self._gather_objects(own)
+            parts = [own] * self.world_size
+            if not self.is_alone:
+                dist.all_gather_object(parts, own, self.host_group)
             checkpoint[KEY] = {
                 "settings": self._settings(),
                 "replicas": dict(ChainMap(*parts)),

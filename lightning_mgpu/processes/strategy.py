@@ -48,6 +48,9 @@ FACTS = {
     "dataset": "has another dataset. Do not split it by rank, and seed what makes it",
     "parameters": "has other parameters that require a gradient, or in another layout",
     "names": "logs other values than {names}. Log the same ones in every batch",
+    "since_last": "had other batches, learning rates or parameters that require a gradient since "
+    "the last exchange of weights. Seed all alike, do not split a dataset by rank, and let "
+    "schedulers act on what is logged with sync_dist=True",
 }
 """Facts that the processes compare in every step, and the words for one that differs."""
 
@@ -225,7 +228,7 @@ class ProcessPerDeviceStrategy(DDPStrategy):
         purpose: str,
         beside: Sequence[int] | np.ndarray = (),
         names: Sequence[str] = (),
-        parameters: int = 0,
+        **own: int,
     ) -> np.ndarray:
         """A meeting that compares what processes must have alike.
 
@@ -234,7 +237,7 @@ class ProcessPerDeviceStrategy(DDPStrategy):
         Raises:
             RuntimeError: If processes differ in their batches, the names, or the parameters.
         """
-        facts = dict.fromkeys(FACTS, 0) | {"parameters": parameters}
+        facts = dict.fromkeys(FACTS, 0) | own
         facts["names"] = crc32(repr(names).encode())
         for each in self.passes():
             for name, value in each.facts.items():

@@ -96,6 +96,7 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
         # another one in a script's next fit, and the same after the same `seed_everything`
         self._seed = crc32(torch.get_rng_state().numpy().data)
         self._exchange, self._window, self._buffers = None, None, None
+        self._layout: dict[Tensor, Any] = {}
         self.is_in_step = self._is_blocked = False
 
     def save_checkpoint(self, checkpoint: Any, *args: Any, **kwargs: Any) -> None:
@@ -131,7 +132,7 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
         if self.num_replicas == 1:
             return self._weigh([super().training_step(batch, *args, **kwargs)])
         before = self._look_at_weights()
-        self._read_edited_buffers(0)
+        self._take_edited_buffers()
         buffers = self._buffers or [read_buffers(self.module)] * self.num_local
         self._buffers = []
         for i, shard in enumerate(shards):
@@ -153,17 +154,15 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
             self.share_buffers()
         return self._weigh(outputs)
 
-    def _read_edited_buffers(self, i: int, is_same: Callable[[], bool] = lambda: False) -> None:
-        """Hooks may have edited the module's buffers, which are those of replica i here."""
-        if not self._buffers or (self.num_local > 1 and is_same()):
-            return
-        edited = read_buffers(self.module, len(self._buffers[i]))
-        if self.num_local > 1 and not torch.equal(edited, self._buffers[i]):
+    def _take_edited_buffers(self) -> None:
+        """Hooks may have edited the module's buffers within an update."""
+        if self._buffers and self.num_local == 1:
+            self._buffers = [read_buffers(self.module, len(self._buffers[0]))]
+        elif self._buffers and self._look_at_buffers() != self._seen_buffers:
             raise MisconfigurationException(
                 "A hook has edited buffers within an update, of one of several replicas here: "
                 "edit them in `on_train_batch_end`, or leave out `replicas`."
             )
-        self._buffers[i] = edited
 
     def _look_at_buffers(self) -> Any:
         """Another value after most edits. It does not wait for the device."""
@@ -316,7 +315,7 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
             if factor != 1:
                 closure_loss = scale_gradient(closure_loss, factor)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
-        self._read_edited_buffers(-1, lambda: self._look_at_buffers() == self._seen_buffers)
+        self._take_edited_buffers()
         window = self._open_window()
         window.open(parameters)
         self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
@@ -326,6 +325,7 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
             window.keep(self._run_local_passes(window.gradients, parameters))
         if self._buffers:  # as before the backward pass, until they are shared
             write_buffers(module, self._buffers[0][None])
+            self._seen_buffers = self._look_at_buffers()
         if not self._is_blocked:
             self.exchange_gradients(window.gradients, window.mean_shares)
             self._window = None
@@ -362,7 +362,7 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
         """
         if self.num_replicas == 1:
             return self.set_sums(replicas[0])
-        layout = self._find_layout()
+        layout = self.find_layout()
         exchange, is_present = self._exchange, self._meet(self._exchange, replicas, layout)
         if exchange is None or exchange.layout != layout:  # in all processes
             if exchange is not None:
@@ -409,15 +409,15 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
             before, total = (earlier or {}).get(p), sums.get(p)
             p.grad = total if before is None else before if total is None else before + total
 
-    def _find_layout(self) -> dict[Tensor, Any]:
+    def find_layout(self) -> dict[Tensor, Any]:
         """Parameters that require a gradient, or did once, and what processes must find alike."""
-        known = self._exchange.layout if self._exchange else ()
         num_bytes = len(self._buffers[0]) if self._buffers else 0
-        return {
+        self._layout = {
             p: (name, p.dtype, p.shape, p.stride(), num_bytes)
             for name, p in self.module.named_parameters()
-            if p.requires_grad or p.grad is not None or p in known
+            if p.requires_grad or p.grad is not None or p in self._layout
         }
+        return self._layout
 
     def optimizer_step(self, optimizer: Any, closure: Any, *args: Any, **kwargs: Any) -> Any:
         loss_of_batch = closure
