@@ -101,7 +101,10 @@ def run_exchanges(
 def drive(
     run: Any, meet: Gather = Tensor.detach, send: Gather = Tensor.detach, rows: Any = None
 ) -> Outcome:
-    """Carry the rows of `run_exchanges`, which gets `rows` first. By default all replicas are here."""
+    """Carry the rows of `run_exchanges`, which gets `rows` first.
+
+    By default all replicas are here, and rows are given back as they are.
+    """
     try:
         while True:
             own, is_meeting = run.send(rows)
