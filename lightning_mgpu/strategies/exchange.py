@@ -37,7 +37,6 @@ class Exchange:
         self.strategy, self.layout, self.num_buffer_bytes = strategy, layout, num_buffer_bytes
         self.parameters = parameters = [*layout]
         r, num_processes, rank = strategy.num_local, strategy.world_size, strategy.global_rank
-        self.has_gradient = np.zeros((r, len(parameters)), np.uint8)
         is_shared = strategy.is_one_machine and strategy.root_device.type == "cpu"
         self.both_own_all = num_processes == 2 and r == 1 and not is_shared
         num_owners, mine = (1, 0) if self.both_own_all else (num_processes, rank)
@@ -90,7 +89,6 @@ class Exchange:
         """Copy a replica's gradients, of which a missing one is zeros, and its buffers (bytes)."""
         for row, gradient in zip(self.local_rows[replica], gradients):
             row.zero_() if gradient is None else row.copy_(gradient)
-        self.has_gradient[replica] = [gradient is not None for gradient in gradients]
         if buffers is not None:
             for copy in self.local_buffers[replica]:
                 copy.copy_(buffers)

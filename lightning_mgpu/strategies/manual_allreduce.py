@@ -362,41 +362,31 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
         """
         if self.num_replicas == 1:
             return self.set_sums(replicas[0])
-        layout = self.find_layout()
-        exchange, is_present = self._exchange, self._meet(self._exchange, replicas, layout)
-        if exchange is None or exchange.layout != layout:  # in all processes
-            if exchange is not None:
-                exchange.finish()
-            num_bytes = len(self._buffers[0]) if self._buffers else 0
-            self._exchange = exchange = Exchange(self, layout, num_bytes)
-            is_present = self._meet(exchange, replicas, layout)
-        sums, buffers = exchange.sum(is_present)
+        exchange = self._find_exchange()
+        for i, gradients in enumerate(replicas):
+            if any(each.layout != torch.strided for each in gradients.values()):
+                raise MisconfigurationException("Sparse gradients: use nn.Embedding(sparse=False).")
+            buffers = self._buffers[i] if self._buffers else None
+            exchange.write(i, [gradients.get(p) for p in exchange.parameters], buffers)
+        if self.root_device.type == "cpu":  # else one that fails leaves others in a kernel
+            exchange.start()
+        has_gradient = [any(p in each for each in replicas) for p in exchange.parameters]
+        found = self.compare_facts("gradients", has_gradient)
+        sums, all_buffers = exchange.sum(found.any(axis=0).tolist())
         if self._buffers:
-            self.share_buffers(buffers)
+            self.share_buffers(all_buffers)
         pairs = zip(exchange.parameters, sums)
         self.set_sums({p: row.clone() for p, row in pairs if row is not None})
 
-    def _meet(
-        self, exchange: Exchange | None, replicas: list[Gradients], layout: dict[Tensor, Any]
-    ) -> Sequence[bool]:
-        """Write the gradients, and meet; returns which parameters have one in any replica."""
-        has_gradient = np.zeros((self.num_local, 0), np.uint8)
-        if exchange is not None:
-            for i, gradients in enumerate(replicas):
-                if any(each.layout != torch.strided for each in gradients.values()):
-                    what = "Sparse gradients: use nn.Embedding(sparse=False)."
-                    raise MisconfigurationException(what)
-                buffers = self._buffers[i] if self._buffers else None
-                exchange.write(i, [gradients.get(p) for p in exchange.parameters], buffers)
-            if self.root_device.type == "cpu":  # else one that fails leaves others in a kernel
-                exchange.start()
-            has_gradient = exchange.has_gradient
-        is_known = exchange is not None and exchange.layout == layout
-        layout_sum = crc32(repr((layout.values(), is_known)).encode())
-        bits = np.packbits(has_gradient)
-        found = self.compare_facts("gradients", bits, parameters=layout_sum)
-        has = np.unpackbits(found, axis=1, count=has_gradient.size)
-        return [*map(bool, has.reshape(self.num_replicas, -1).max(axis=0, initial=0))]
+    def _find_exchange(self) -> Exchange:
+        """A new one, if there are other parameters, or buffers, than in the update before."""
+        layout = self.find_layout()
+        if self._exchange is None or self._exchange.layout != layout:
+            layout_sum = crc32(repr((*layout.values(),)).encode())
+            self.compare_facts("new parameters", parameters=layout_sum)
+            num_bytes = len(self._buffers[0]) if self._buffers else 0
+            self._exchange = Exchange(self, layout, num_bytes)
+        return self._exchange
 
     def teardown(self) -> None:
         super().teardown()
