@@ -31,8 +31,8 @@ class RoundsStrategy(ManualAllreduceStrategy):
     ) -> Gradients:
         """Run the exchanges of the given parameters, and meet, to compare facts and what there is.
 
-        Returns the results for parameters of which any replica has an X. What is not finite in one
-        replica becomes NaN in all of them, and no state keeps it.
+        Returns the results for parameters of which any replica has an X. If one of them is not
+        finite, the result is NaN in all replicas, and no state keeps it.
         """
         named = dict(self.module.named_parameters())
         parameters = {name: p for name, p in named.items() if p in given and p.numel()}

@@ -32,7 +32,7 @@ class Layout(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What the exchanges of a step have led to."""
+    """Results of the exchanges in a step."""
 
     results: dict[str, Tensor]  # by parameter, in memory laid out like it
     states: dict[int, dict[str, Any]]  # of each replica here, by parameter
@@ -63,8 +63,8 @@ def run_exchanges(
 ) -> Generator[tuple[Tensor, bool], Tensor, Outcome]:
     """Yields rows (r, n) of the replicas here, and whether processes may be at different places.
 
-    It gets the rows (k, n) of all replicas. For an X that is missing, or not finite, an exchange
-    gets zeros: whoever knows what all replicas have does not use what comes of it.
+    It gets the rows (k, n) of all replicas. An exchange gets zeros for an X that is missing, and for
+    numbers that are not finite: its result and its state are not to be used then.
 
     Raises:
         RuntimeError: If replicas send or return what does not fit together.
