@@ -63,8 +63,8 @@ def run_exchanges(
 ) -> Generator[tuple[Tensor, bool], Tensor, Outcome]:
     """Yields rows (r, n) of the replicas here, and whether processes may be at different places.
 
-    It gets the rows (k, n) of all replicas. An exchange gets zeros for an X that is missing, and for
-    numbers that are not finite: its result and its state are not to be used then.
+    It gets the rows (k, n) of all replicas. For an X that is missing, and for numbers that are not
+    finite, an exchange gets zeros: its result and its state are not to be used then.
 
     Raises:
         RuntimeError: If replicas send or return what does not fit together.
