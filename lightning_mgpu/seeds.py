@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 # in every last.ckpt: a run must not go on with other numbers than those it began with
-VERSION = 8
+VERSION = 7
 
 
 def stream(seed: int, purpose: str, *numbers: int) -> tuple[int, int, int]:

@@ -46,7 +46,7 @@ class RoundsStrategy(ManualAllreduceStrategy):
         self.num_bytes[0] += outcome.num_bytes
         for replica, kept in self._states.items():
             after = outcome.states[replica].items()
-            kept |= {name: data for name, data in after if look_of[name] == FINITE}
+            kept |= {key: data for key, data in after if look_of[key[0]] == FINITE}
         for name, result in outcome.results.items():
             if look_of[name] == NOT_FINITE:
                 result.fill_(torch.nan)
@@ -59,20 +59,14 @@ class RoundsStrategy(ManualAllreduceStrategy):
         """Returns a function that ends them. The first row of a known plan is on its way."""
         states, k, plan = self._states, self.num_replicas, self._plan
         run = run_exchanges(self._function, parameters, replicas, states, k, plan, self._buffers)
-        meet = partial(self.gather_rows, purpose="an exchange")
         # between GPUs, a process that fails meanwhile would leave the others in a kernel
         is_slow = not self.is_alone and self.cells is None and self.root_device.type == "cpu"
-        if not (plan and is_slow):
-            return partial(drive, run, meet, self.gather_rows)
+        if not (plan and is_slow) or self.module.trainer.interrupted:
+            return partial(drive, run, self.gather_rows)
         row, _ = next(run)
         # by another group than a meeting's: a process may be at another place
         receive = start_sending(self, row.flatten().numpy(), None)
-
-        def end() -> Outcome:
-            rows = torch.from_numpy(receive()).view(k, -1)
-            return drive(run, meet, self.gather_rows, rows)
-
-        return end
+        return lambda: drive(run, self.gather_rows, torch.from_numpy(receive()).view(k, -1))
 
 
 def look_at(X: Tensor | None) -> int:

@@ -18,8 +18,7 @@ from torch import Tensor
 from lightning_mgpu.shards.checksum import checksum
 
 Exchange = Generator[Any, Any, Any]
-Rows = Generator[tuple[Tensor, bool], Tensor, Any]  # rows (r, n) of the replicas here to (k, n)
-Gather = Callable[[Tensor], Tensor]  # the same, as a function
+Rows = Generator[tuple[Tensor, str], Tensor, Any]
 BUFFERS = "buffers"  # beside the names of parameters: a module cannot have one of this name
 HEAD = 8  # bytes of a checksum before a row
 
@@ -35,9 +34,9 @@ class Outcome(NamedTuple):
     """Results of the exchanges in a step."""
 
     results: dict[str, Tensor]  # by parameter, in memory laid out like it
-    states: dict[int, dict[str, Any]]  # of each replica here, by parameter
+    states: dict[int, dict[Any, Any]]  # of each replica here; a key begins with a name
     buffers: Tensor | None  # of all replicas (k, bytes)
-    num_bytes: int  # that a replica has sent
+    num_bytes: int  # that a replica has sent, without buffers
 
 
 class State(UserDict):
@@ -56,12 +55,12 @@ def run_exchanges(
     exchange: Any,
     parameters: dict[str, Tensor],
     replicas: list[dict[Tensor, Tensor]],  # the X of each replica here, by parameter
-    states: Mapping[int, dict[str, Any]],  # of the same replicas, by number: they are not changed
+    states: Mapping[int, dict[Any, Any]],  # of the same replicas, by number: they are not changed
     num_replicas: int,  # k
     plan: list[Layout],  # of every round
     buffers: list[Tensor] | None = None,  # of each replica here: they travel in the first round
-) -> Generator[tuple[Tensor, bool], Tensor, Outcome]:
-    """Yields rows (r, n) of the replicas here, and whether processes may be at different places.
+) -> Generator[tuple[Tensor, str], Tensor, Outcome]:
+    """Yields rows (r, n) of the replicas here, with a purpose if processes may be elsewhere.
 
     It gets the rows (k, n) of all replicas. For an X that is missing, and for numbers that are not
     finite, an exchange gets zeros: its result and its state are not to be used then.
@@ -71,17 +70,19 @@ def run_exchanges(
     """
     running: dict[str, list[Any]] = {}
     results: dict[str, list[Any]] = {}
-    after: dict[int, dict[str, Any]] = {replica: {} for replica in states}
+    after: dict[int, dict[Any, Any]] = {replica: {} for replica in states}
     for name, p in parameters.items():
         running[name], results[name] = [], []
+        key = (name, tuple(p.shape), str(p.dtype))  # a layer may be replaced by another
         for (replica, kept), tensors in zip(states.items(), replicas):
-            data = after[replica][name] = deepcopy(kept.get(name, {}))
+            data = after[replica][key] = deepcopy(kept.get(key, {}))
             X = torch.nan_to_num(tensors[p], 0, 0, 0) if p in tensors else torch.zeros_like(p)
             generator = exchange(X.contiguous(), State(name, replica, num_replicas, data))
             running[name].append(endless(generator, results[name]))
     if buffers:
         results[BUFFERS] = []
         running[BUFFERS] = [endless(take_all(each), results[BUFFERS]) for each in buffers]
+    device = next((p.device for p in parameters.values()), torch.device("cpu"))
     received: dict[str, Any] = dict.fromkeys(running)
     num_bytes = 0
     for number in count():
@@ -89,26 +90,26 @@ def run_exchanges(
         is_over = not any(tensors_of(x) for xs in sent.values() for x in xs)
         if is_over and number == len(plan):
             break  # a replica that goes on finds the others at the place of their next step
-        rows = yield from trade(sent, running, plan, number)
+        planned = plan[number : number + 1]
+        rows = yield from trade(sent, running, plan, number, device)
+        if planned and planned != plan[number : number + 1]:  # sent in vain
+            num_bytes += planned[0].num_bytes
         if rows is None:
             break
         received = unpack(sent, rows)
         num_bytes += rows.shape[1]
     all_buffers = results.pop(BUFFERS)[0] if buffers else None
+    num_bytes -= len(buffers[0]) if buffers else 0
     return Outcome(take_results(parameters, results), after, all_buffers, num_bytes)
 
 
 def drive(
-    run: Any, meet: Gather = Tensor.detach, send: Gather = Tensor.detach, rows: Any = None
+    run: Any, gather: Callable[[Tensor, str], Tensor] = lambda rows, _: rows, rows: Any = None
 ) -> Outcome:
-    """Carry the rows of `run_exchanges`, which gets `rows` first.
-
-    By default all replicas are here, and rows are given back as they are.
-    """
+    """Carry the rows of `run_exchanges`, which gets `rows` first. By default, all are here."""
     try:
         while True:
-            own, is_meeting = run.send(rows)
-            rows = (meet if is_meeting else send)(own)
+            rows = gather(*run.send(rows))
     except StopIteration as end:
         return end.value
 
@@ -126,24 +127,26 @@ def take_all(X: Tensor) -> Exchange:
     return torch.stack((yield X))
 
 
-def trade(sent: dict[str, list[Any]], running: Any, plan: list[Layout], number: int) -> Rows:
+def trade(
+    sent: dict[str, list[Any]], running: Any, plan: list[Layout], number: int, device: torch.device
+) -> Rows:
     """Returns the rows of all replicas in a round (k, bytes), or None if all exchanges are over."""
     by_replica = [*zip(*sent.values())]
+    nothing = torch.empty(0, dtype=torch.uint8, device=device)
     rows = [
-        torch.cat([to_bytes(X) for x in xs for X in tensors_of(x)] or [torch.empty(0).byte()])
-        for xs in by_replica
+        torch.cat([nothing, *(to_bytes(X) for x in xs for X in tensors_of(x))]) for xs in by_replica
     ]
     layouts = [
         Layout(checksum([*map(describe, xs)]), len(row)) for xs, row in zip(by_replica, rows)
     ]
     planned = plan[number] if number < len(plan) else None
-    heads = torch.tensor([[each.checksum] for each in layouts], device=rows[0].device)
+    heads = torch.tensor([[each.checksum] for each in layouts], device=device)
     if planned is None:
-        heads = yield heads, True
+        heads = yield heads, "an exchange"
     else:
         fits = all(layout == planned for layout in layouts)
         body = torch.stack(rows) if fits else heads.new_zeros(len(rows), planned.num_bytes).byte()
-        gathered = yield torch.cat([heads.view(torch.uint8), body], dim=1), False
+        gathered = yield torch.cat([heads.view(torch.uint8), body], dim=1), ""
         heads, body = gathered[:, :HEAD].contiguous().view(torch.int64), gathered[:, HEAD:]
         if (heads == planned.checksum).all():
             return body
@@ -153,13 +156,13 @@ def trade(sent: dict[str, list[Any]], running: Any, plan: list[Layout], number: 
     if not layouts[0].num_bytes:
         del plan[number:]
         return None
-    return (yield torch.stack(rows), False)
+    return (yield torch.stack(rows), "")
 
 
 def refuse_unequal(by_replica: list[Any], running: dict[str, list[Any]]) -> Rows:
     """Find out which parameter is sent in different layouts, and where its exchange waits."""
     layouts = [[checksum(describe(x)) for x in xs] for xs in by_replica]
-    checksums = yield torch.tensor(layouts), True
+    checksums = yield torch.tensor(layouts), "an exchange"
     for replica, i in (checksums != checksums[0]).nonzero().tolist():
         name, waiting = [*running.items()][i]
         lines = [each.gi_yieldfrom.gi_frame.f_lineno for each in waiting if each.gi_yieldfrom]

@@ -115,10 +115,11 @@ class ExchangeStrategy(RoundsStrategy):
             sums = {p: torch.empty_like(p).copy_(g) for p, g in replicas[0].items()}
         else:
             layout = self.find_layout()
-            layout_sum = crc32(repr((*layout.values(),)).encode())
+            trained = [p.requires_grad for p in layout]
+            layout_sum = crc32(repr((*layout.values(), trained)).encode())
             sums = self.exchange_all(layout, replicas, "gradients", parameters=layout_sum)
         self.set_sums(sums)
-        self.num_bytes[1] += sum(p.nbytes for p in sums)
+        self.num_bytes[1] += sum(p.nbytes for p in (sums if self.every else layout))
 
     def find_shares(self) -> list[float]:
         return [1.0] if self.every else super().find_shares()
@@ -164,7 +165,8 @@ class ExchangeStrategy(RoundsStrategy):
         differences = {p: (X - p) / self.num_replicas for p, X in self._weights.items()}
         self._buffers = [each for each in [read_buffers(self.module)] if len(each)]
         lrs = [group["lr"] for each in self.optimizers for group in each.param_groups]
-        since_last = crc32(repr((self._facts, checksum(lrs), len(differences))).encode())
+        names = [name for name, p in self.module.named_parameters() if p in differences]
+        since_last = crc32(repr((self._facts, checksum(lrs), names)).encode())
         self._facts = 0
         steps = self.exchange_all(
             differences, [differences], "weights to exchange", since_last=since_last
@@ -198,7 +200,8 @@ class ExchangeStrategy(RoundsStrategy):
             own = {replica: [kept, optimizers] for replica, kept in self._states.items()}
             own = move_data_to_device(own, "cpu")
             parts = [own] * self.world_size
-            if not self.is_alone:
+            if not (self.is_alone or self.module.trainer.interrupted):
+                self.barrier()  # a process that saves for itself is told so
                 dist.all_gather_object(parts, own, self.host_group)
             checkpoint[KEY] = {
                 "settings": self._settings(),

@@ -132,7 +132,8 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
         if self.num_replicas == 1:
             return self._weigh([super().training_step(batch, *args, **kwargs)])
         before = self._look_at_weights()
-        self._take_edited_buffers()
+        if self._buffers:
+            self._take_edited_buffers(0)
         buffers = self._buffers or [read_buffers(self.module)] * self.num_local
         self._buffers = []
         for i, shard in enumerate(shards):
@@ -154,15 +155,15 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
             self.share_buffers()
         return self._weigh(outputs)
 
-    def _take_edited_buffers(self) -> None:
-        """Hooks may have edited the module's buffers within an update."""
-        if self._buffers and self.num_local == 1:
-            self._buffers = [read_buffers(self.module, len(self._buffers[0]))]
-        elif self._buffers and self._look_at_buffers() != self._seen_buffers:
+    def _take_edited_buffers(self, i: int) -> None:
+        """Hooks may have edited the module's buffers, which are those of replica i here."""
+        edited = read_buffers(self.module, len(self._buffers[i]))
+        if self.num_local > 1 and not torch.equal(edited, self._buffers[i]):
             raise MisconfigurationException(
                 "A hook has edited buffers within an update, of one of several replicas here: "
-                "edit them in `on_train_batch_end`, or leave out `replicas`."
+                "edit them in `on_train_batch_end` of its last batch, or leave out `replicas`."
             )
+        self._buffers[i] = edited
 
     def _look_at_buffers(self) -> Any:
         """Another value after most edits. It does not wait for the device."""
@@ -315,7 +316,8 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
             if factor != 1:
                 closure_loss = scale_gradient(closure_loss, factor)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
-        self._take_edited_buffers()
+        if self._buffers and (self.num_local == 1 or self._look_at_buffers() != self._seen_buffers):
+            self._take_edited_buffers(-1)
         window = self._open_window()
         window.open(parameters)
         self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
@@ -325,7 +327,6 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
             window.keep(self._run_local_passes(window.gradients, parameters))
         if self._buffers:  # as before the backward pass, until they are shared
             write_buffers(module, self._buffers[0][None])
-            self._seen_buffers = self._look_at_buffers()
         if not self._is_blocked:
             self.exchange_gradients(window.gradients, window.mean_shares)
             self._window = None
@@ -371,7 +372,9 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
         if self.root_device.type == "cpu":  # else one that fails leaves others in a kernel
             exchange.start()
         has_gradient = [any(p in each for each in replicas) for p in exchange.parameters]
-        found = self.compare_facts("gradients", has_gradient)
+        trained = crc32(bytes(p.requires_grad for p in exchange.parameters))
+        bits = self.compare_facts("gradients", np.packbits(has_gradient), parameters=trained)
+        found = np.unpackbits(bits, axis=1, count=len(has_gradient))
         sums, all_buffers = exchange.sum(found.any(axis=0).tolist())
         if self._buffers:
             self.share_buffers(all_buffers)

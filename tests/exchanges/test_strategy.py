@@ -122,9 +122,9 @@ def test_what_is_not_finite_reaches_all_replicas_and_no_state() -> None:
     for replica, states in after.strategy._states.items():
         kept = before.strategy._states[replica]
         assert len(states) == 4
-        for name, data in states.items():
-            is_same = torch.equal(data["rest"], kept[name]["rest"])
-            assert is_same == (name == "net.0.bias"), name
+        for key, data in states.items():
+            is_same = torch.equal(data["rest"], kept[key]["rest"])
+            assert is_same == (key[0] == "net.0.bias"), key
 
 
 class Manual(Net):
@@ -214,6 +214,11 @@ class Unfreezes(Net):
         self.net[0].bias.requires_grad_(batch_idx > 1)
 
 
+class FreezesInOne(Net):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.net[0].bias.requires_grad_(rank() == 0 or batch_idx < 2)
+
+
 def train_apart(directory: Path) -> dict[str, Any]:
     new, path = ExchangeStrategy, directory / "last.ckpt"
     found: dict[str, Any] = {}
@@ -225,6 +230,8 @@ def train_apart(directory: Path) -> dict[str, Any]:
     for _ in range(2):
         trainer.save_checkpoint(path)
         found.setdefault("saved", []).append(path.read_bytes())
+    for strategy in (new(), ManualAllreduceStrategy()):
+        found.setdefault("frozen", []).append(attempt(train, strategy, FreezesInOne))
     return found | {
         each.__name__: attempt(train, new(every=4), each) for each in (Rates, Unfreezes)
     }
@@ -239,6 +246,8 @@ def test_weights_now_and_then(tmp_path: Path) -> None:
     assert found["compressed"] == other["compressed"]
     assert found["by hand"][0] == found["by hand"][1]
     assert found["saved"][0] == found["saved"][1], "the second one makes no outer step"
+    for said in found["frozen"]:
+        assert "process 1, not 0, has other parameters that require a gradient" in said
     for name, said in (
         ("Rates", "process 1, not 0, had other batches, learning rates or parameters"),
         ("Unfreezes", "Between two exchanges of weights, `requires_grad` must not change"),

@@ -142,6 +142,17 @@ def test_buffers_edited_before_the_backward_pass(in_two_processes: list[Any]) ->
     assert "A hook has edited buffers within an update" in attempt(fit, Averages, replicas=2)
 
 
+class Decays(Still):
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.net[1].running_mean.data.mul_(0.9)
+
+
+def test_buffers_edited_within_a_window() -> None:
+    """With several replicas they would differ, as each has its own buffers there."""
+    found = attempt(fit, Decays, data(), replicas=2, accumulate_grad_batches=2)
+    assert "A hook has edited buffers within an update" in found
+
+
 def test_a_buffer_made_in_a_step_is_refused() -> None:
     module = nn.Sequential(nn.BatchNorm1d(16))
     num_bytes = len(read_buffers(module))
