@@ -5,15 +5,21 @@ tried by their own tests.
 """
 
 import csv
+import os
 import re
 import shlex
+import sys
 from collections.abc import Callable
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 
 import pytest
 
 from lightning_mgpu.allreduce import check_allreduce
+from lightning_mgpu.cli.main import main as run_command_line
 from tests.conftest import run_devices
+from tests.strategies.conftest import run_in_processes
 
 pytestmark = pytest.mark.slow
 
@@ -85,13 +91,20 @@ def test_its_allreduce_keeps_the_contract(project: Path) -> None:
         check_allreduce(chain_allreduce, run_devices(1) * k)
 
 
-def test_a_dataset_trains_alike_everywhere(
-    project: Path, command: Callable, main: Callable
-) -> None:
+def run_line(directory: Path, args: list[str]) -> str:
+    """The command line in one of several processes; what it prints."""
+    os.chdir(directory)
+    os.environ["WANDB_MODE"] = "disabled"
+    sys.argv = ["lightning_mgpu/__main__.py", *args]
+    with redirect_stdout(StringIO()) as out:
+        run_command_line()
+    return out.getvalue()
+
+
+def test_a_dataset_trains_alike_everywhere(project: Path, main: Callable) -> None:
     """Under ddp in two processes it learns what it learns on one device and with three replicas."""
     options = options_of("my_data")
-    code, out, err = command(*options, CPU, "--run_dir=ddp", timeout=200)
-    assert code == 0, f"{out}\n{err}"
+    out = run_in_processes(2, run_line, project, [*options, CPU, "--run_dir=ddp"])[0]
     assert "batch:    100 global, 50 per replica" in out and "MLP, 50,890 parameters" in out
     one = (*options, CPU, "--trainer.devices=1")
     assert main(*one, "--run_dir=one") == 0

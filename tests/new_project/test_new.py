@@ -1,6 +1,7 @@
 """`new` writes a project that depends on this package, and trains, tests and sweeps with it."""
 
 import re
+import runpy
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -73,23 +74,33 @@ def test_the_command_line_is_its_own(stars: Callable[..., tuple[int, str]]) -> N
 
 @pytest.mark.slow
 def test_it_trains_resumes_exports_and_sweeps(
-    command: Any, project: Path, stars: Callable[..., tuple[int, str]]
+    project: Path,
+    main: Callable[..., int],
+    stars: Callable[..., tuple[int, str]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its own tests train it in a process of its own."""
-    command.cwd, command.env["PYTHONPATH"] = project, f"{REPOSITORY}:{project}"
-    process = command.start("-q", launcher=("-m", "pytest"))
-    status, out, err = command.finish(process, timeout=200)
-    assert status == 0 and "3 passed" in out, out + err
-    cpu, run = ("--trainer.accelerator=cpu", "--trainer.devices=1"), "--run_dir=runs/first"
-    status, out = stars("fit", *cpu, run, "--trainer.max_epochs=1")
-    assert status == 0 and "data:     MyData 10,000 train, 1,000 val, 1,000 test" in out
+    """Its own tests train it in a process of its own; all else runs in this one."""
+    tests = runpy.run_path(str(project / "tests" / "test_stars.py"))
+    tests["test_the_model_takes_images"]()
+    tests["test_an_epoch_is_every_sample_once"]()
+    tests["test_fit_learns"](tmp_path / "learns")
+    few = ("--trainer.accelerator=cpu", "--trainer.devices=1", "--data.num_train=1000")
+    status, out = stars("fit", *few, "--run_dir=runs/first", "--trainer.max_epochs=1")
+    assert status == 0 and "data:     MyData 1,000 train, 1,000 val, 1,000 test" in out
     status, out = stars("fit", "--resume=last", "--trainer.max_epochs=2")
     assert status == 0 and "epoch 2/2" in out and "epoch 1/2" not in out
     assert stars("predict", "--ckpt_path=runs/first/checkpoints/last.ckpt", "--run_dir=p")[0] == 0
     assert "p(row 9)" in Path("p/predictions.csv").read_text()
     status, out = stars("export", "--ckpt_path=runs/first/checkpoints/last.ckpt", "--output=a.pt2")
     assert status == 0 and "MyModel, batches of any size" in out
-    status, out = stars("sweep", "--config=sweep/learning_rate.yaml", "--count=1", *cpu)
+
+    def run_here(command: list[str], log: Any) -> int:
+        assert command[1:3] == ["-m", "stars"]
+        return main(*command[3:], package="stars")
+
+    monkeypatch.setattr("lightning_mgpu.sweep.cli.run_in_group", run_here)
+    status, out = stars("sweep", "--config=sweep/learning_rate.yaml", "--count=1", *few)
     assert status == 0 and "trial_000: val_acc " in out, out
 
 

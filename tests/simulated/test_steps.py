@@ -5,6 +5,7 @@ The Trainer's own data are not pinned, a wait that is left out: `batch_loader` p
 
 import gc
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,7 @@ def adamw(**kwargs: Any) -> LeNet:
 
 
 PLAIN: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
-    "ResNet18": (ResNet18, {}),
+    "ResNet18": (partial(ResNet18, width=8), {}),
     "16-mixed": (adamw, {"precision": "16-mixed"}),
     "clipping": (adamw, {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2}),
 }

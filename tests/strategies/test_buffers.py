@@ -6,10 +6,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from lightning_mgpu.strategies.buffers import read_buffers
-from tests.strategies.conftest import Net, assert_close, attempt, fit, run_in_processes, samples
+from tests.strategies.conftest import (
+    Net,
+    assert_close,
+    attempt,
+    fit,
+    rank,
+    run_in_processes,
+    samples,
+)
 from tests.strategies.test_weights import Weighted
 
 
@@ -38,6 +47,29 @@ class Images(Net):
 
     def loss(self, batch: Any) -> Tensor:
         return F.cross_entropy(self.head(self.net(batch[0].view(-1, 2, 2, 2)).flatten(1)), batch[1])
+
+
+class CountsInForward(Net):
+    """A buffer that `forward` writes, in validation, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("num_seen", torch.zeros(1))
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.num_seen += 1 + rank()
+
+
+class Recomputed(Net):
+    """BatchNorm in a checkpointed block: its layers run again in the backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+
+    def loss(self, batch: Any) -> Tensor:
+        X: Any = checkpoint(self.block, batch[0], use_reentrant=False)
+        return super().loss([X, batch[1]])
 
 
 class Averages(Net):
@@ -79,6 +111,8 @@ def fit_all() -> dict[str, Any]:
     runs = {name: attempt(fit, make, data(), sync_batchnorm=True) for name, make in SYNCED.items()}
     runs["plain"] = attempt(fit, Still, data())
     runs["edited"] = attempt(fit, Averages, data())
+    runs["counts"] = attempt(fit, CountsInForward, data(), data())
+    runs["recomputed"] = attempt(fit, Recomputed, data())
     return {**runs, "classes": attempt(classes_of_layers)}
 
 
@@ -138,8 +172,15 @@ def test_the_plain_layer_comes_back(in_two_processes: list[Any]) -> None:
 
 def test_buffers_edited_before_the_backward_pass(in_two_processes: list[Any]) -> None:
     for found in in_two_processes:
-        assert_close(found["edited"], fit(Averages, data()))
-    assert "A hook has edited buffers within an update" in attempt(fit, Averages, replicas=2)
+        assert_close(found["edited"], fit(Averages, data()))  # with replicas: test_refusals.py
+
+
+def test_buffers_are_equal_whoever_writes_them(in_two_processes: list[Any]) -> None:
+    first, second = in_two_processes
+    for name in ("counts", "recomputed"):
+        assert_close(first[name], second[name], rtol=1e-15)
+    assert first["counts"][0]["num_seen"] == 2 * 6  # the first process's
+    assert_close(attempt(fit, Recomputed, data(), replicas=2), first["recomputed"], rtol=1e-15)
 
 
 class Decays(Still):

@@ -1,33 +1,27 @@
-"""`exchange_gradients` is to be overridden: here every replica's own gradient is clipped."""
+"""`exchange_gradients` is to be overridden: docs/strategies.md clips every replica's gradient."""
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.utils import parameters_to_vector
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.utils.data import DataLoader
 
-from lightning_mgpu.strategies import ManualAllreduceStrategy
 from tests.strategies.conftest import Net, assert_close, attempt, fit, run_in_processes, samples
 
 NORM = 0.1
-
-
-class ClipsEach(ManualAllreduceStrategy):
-    """Clips each replica's mean gradient to a norm, as private training does."""
-
-    def exchange_gradients(self, replicas: Any, shares: Any) -> None:
-        for gradients, share in zip(replicas, shares):
-            norm = torch.cat([each.flatten() for each in gradients.values()]).norm() / share
-            for p, gradient in gradients.items():
-                gradients[p] = gradient * (NORM / norm).clamp(max=1)
-        super().exchange_gradients(replicas, shares)
+PAGE = (Path(__file__).parents[2] / "docs" / "strategies.md").read_text()
+[CODE] = re.findall(r"```python\n# my_strategy.py\n(.*?)```", PAGE, flags=re.DOTALL)
+DEFINED: dict[str, Any] = {"__name__": "my_strategy"}
+assert "(1.0 / norm)" in CODE
+exec(CODE.replace("(1.0 / norm)", f"({NORM} / norm)"), DEFINED)
 
 
 def train(k: int, window: int) -> Any:
-    strategy = ClipsEach(replicas=k)
-    data = DataLoader(samples(), 10)
+    strategy, data = DEFINED["ClipsReplicas"](replicas=k), DataLoader(samples(), 10)
     return attempt(fit, Net, data, strategy=strategy, accumulate_grad_batches=window)
 
 
@@ -50,15 +44,11 @@ def by_hand(k: int, window: int) -> dict[str, Tensor]:
             clipped = gradient * (NORM / gradient.norm()).clamp(max=1)
             assert gradient.norm() > NORM
             total += clipped * sum(shares) / window
-        torch.nn.utils.vector_to_parameters(total, [p.grad for p in zeros(net)])
+        for p in net.parameters():
+            p.grad = torch.zeros_like(p)
+        vector_to_parameters(total, [p.grad for p in net.parameters()])
         optimizer.step()
     return net.state_dict()
-
-
-def zeros(net: Net) -> list[Tensor]:
-    for p in net.parameters():
-        p.grad = torch.zeros_like(p)
-    return [*net.parameters()]
 
 
 @pytest.mark.parametrize("window", [1, 3])

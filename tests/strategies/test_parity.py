@@ -1,6 +1,7 @@
 """Training on two devices, or with several replicas, is training on one device, in float64.
 
 Every case is a kind of model, optimizer or hook for which data parallelism could go wrong.
+test_dp.py runs them under `dp`.
 """
 
 from collections.abc import Callable
@@ -15,7 +16,15 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.strategies.conftest import Net, assert_close, attempt, fit, run_in_processes, samples
+from tests.strategies.conftest import (
+    Net,
+    assert_close,
+    attempt,
+    fit,
+    run_in_processes,
+    samples,
+    world_size,
+)
 
 
 class Plain(Net):
@@ -71,8 +80,9 @@ class Replaced(Net):
 
     def on_train_epoch_start(self) -> None:
         if self.current_epoch == 1:
-            self.net[0] = nn.Linear(8, 16).double()
-            self.net[2] = nn.Sequential(nn.Linear(16, 5), nn.Linear(5, 3)).double()
+            self.net[0] = nn.Linear(8, 16)
+            self.net[2] = nn.Sequential(nn.Linear(16, 5), nn.Linear(5, 3))
+            self.to(self.device, torch.float64)
             optimizer: Any = self.optimizers()
             for i in (0, 2):
                 optimizer.add_param_group({"params": list(self.net[i].parameters())})
@@ -106,6 +116,28 @@ class Edited(Net):
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         self.net[0].bias.grad = self.net[0].bias.grad * 2
+
+
+class HalvesGradients(Net):
+    """A hook that replaces gradients, in every batch of a window."""
+
+    def on_after_backward(self) -> None:
+        for p in self.parameters():
+            p.grad = None if p.grad is None else p.grad * 0.5
+
+
+class LeavesEarly(Net):
+    """An epoch ends in the middle of an accumulation window."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> Any:
+        return -1 if batch_idx == 3 else None
+
+
+class PenalisedGradient(Net):
+    def loss(self, batch: Any) -> Tensor:
+        loss = super().loss(batch)
+        gradients = torch.autograd.grad(loss, [*self.net.parameters()], create_graph=True)
+        return loss + 0.1 * sum(gradient.sum() for gradient in gradients)
 
 
 class ChannelsLast(Net):
@@ -166,6 +198,21 @@ class ByHand(Manual):
             optimizer.zero_grad()
 
 
+class ExchangesOnce(Manual):
+    """Gradients of three batches are accumulated by hand, and exchanged with the last one."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        is_last = batch_idx % 3 == 2
+        with optimizer.toggle_model(sync_grad=is_last):
+            self.manual_backward(self.loss(batch), create_graph=True)
+        if is_last:
+            # else the graphs of all steps would stay in memory
+            assert world_size() == 1 or not self.net[0].weight.grad.requires_grad
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 def half(**kwargs: Any) -> dict[str, Any]:
     """Float32 samples, of which one overflows: a GradScaler leaves that step out."""
     X, y = samples().tensors
@@ -179,12 +226,14 @@ CASES: dict[str, tuple[type[Net], Callable[[], dict[str, Any]]]] = {
     "lbfgs": (Searches, dict),
     "clipping by norm": (Net, lambda: {"gradient_clip_val": 0.05}),
     "accumulation": (Net, lambda: {"accumulate_grad_batches": 4}),  # of 6 batches
-    "frozen": (Frozen, lambda: {"max_epochs": 3}),
     "frozen, accumulated": (Frozen, lambda: {"max_epochs": 3, "accumulate_grad_batches": 2}),
     "tied": (Tied, dict),
     "replaced layers": (Replaced, dict),
     "lstm": (Recurrent, dict),
     "edited": (Edited, dict),
+    "halves gradients": (HalvesGradients, lambda: {"accumulate_grad_batches": 3}),
+    "leaves early": (LeavesEarly, lambda: {"accumulate_grad_batches": 2}),
+    "gradients of gradients": (PenalisedGradient, dict),
     "swa": (
         Plain,
         lambda: {"callbacks": StochasticWeightAveraging(0.05, swa_epoch_start=1), "max_epochs": 4},
@@ -192,25 +241,25 @@ CASES: dict[str, tuple[type[Net], Callable[[], dict[str, Any]]]] = {
     "channels_last": (ChannelsLast, dict),
     "gan": (GAN, dict),
     "by hand": (ByHand, dict),
+    "by hand, exchanged once": (ExchangesOnce, dict),
     "bf16": (Plain, lambda: half(precision="bf16-mixed")),
     "GradScaler": (Plain, lambda: half(plugins=[MixedPrecision("16-mixed", "cpu")])),
 }
-
-
-def fit_case(name: str, replicas: int | None = None) -> Any:
-    make, kwargs = CASES[name]
-    if replicas and issubclass(make, Manual):
-        return None  # refused: test_refusals.py
-    return attempt(fit, make, replicas=replicas, **kwargs())
-
-
+RTOL = {"lbfgs": 1e-6, "bf16": 0.02, "GradScaler": 0.02}  # of others 1e-10
 TWICE = "momentum", "frozen, accumulated", "edited"
+
+
+def fit_case(name: str, **options: Any) -> Any:
+    make, kwargs = CASES[name]
+    if options.get("replicas") and issubclass(make, (Manual, HalvesGradients)):
+        return None  # refused: test_refusals.py
+    return attempt(fit, make, **kwargs(), **options)
 
 
 def fit_all() -> dict[Any, Any]:
     """Two replicas in two processes, and some cases with four."""
     two = {name: fit_case(name) for name in CASES}
-    return {**two, **{(name, 4): fit_case(name, 4) for name in TWICE}}
+    return {**two, **{(name, 4): fit_case(name, replicas=4) for name in TWICE}}
 
 
 @pytest.fixture(scope="module")
@@ -221,8 +270,7 @@ def in_two_processes() -> list[dict[Any, Any]]:
 @pytest.mark.parametrize("name", CASES)
 def test_training_is_that_of_one_device(name: str, in_two_processes: list[Any]) -> None:
     expected = fit_case(name)
-    rtol = {"lbfgs": 1e-6, "bf16": 0.02, "GradScaler": 0.02}.get(name, 1e-10)
-    others = fit_case(name, 3), in_two_processes[1].get((name, 4))
+    others = fit_case(name, replicas=3), in_two_processes[1].get((name, 4))
     for found in (*(each[name] for each in in_two_processes), *others):
         if found is not None:
-            assert_close(found, expected, rtol)
+            assert_close(found, expected, RTOL.get(name, 1e-10))

@@ -19,12 +19,8 @@ from tests.strategies.conftest import (
     rank,
     run_in_processes,
 )
-
-
-class Manual(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
+from tests.strategies.test_buffers import Averages
+from tests.strategies.test_parity import HalvesGradients, Manual
 
 
 class LossBackward(Manual):
@@ -55,6 +51,31 @@ class Hidden(Net):
     def configure_optimizers(self) -> Any:
         self.hidden = [nn.Parameter(torch.zeros(3))]
         return torch.optim.SGD([*self.parameters(), *self.hidden], 0.1)
+
+
+class EditsData(Net):
+    """A momentum teacher, by `.data`."""
+
+    def loss(self, batch: Any) -> Tensor:
+        if self.global_step >= 2:
+            self.net[2].bias.data.mul_(0.999)
+        return super().loss(batch)
+
+
+class EditsLate(Net):
+    def loss(self, batch: Any) -> Tensor:
+        loss = super().loss(batch)
+        if self.global_step == 10:
+            with torch.no_grad():
+                self.net[2].bias.mul_(0.999)
+        return loss
+
+
+class GathersParts(Net):
+    """Parts of five and four samples."""
+
+    def on_train_epoch_end(self) -> None:
+        self.all_gather(torch.zeros(5 - rank()))
 
 
 class Draws(Net):
@@ -88,6 +109,14 @@ IN_ONE: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     "sync_batchnorm": (Net, {"sync_batchnorm": True}, ONE_REPLICA),
     "sparse": (Sparse, {}, "use nn.Embedding(sparse=False)"),
     "hidden": (Hidden, {}, "An optimizer has a parameter that the module does not have"),
+    "edited weights, by .data": (EditsData, {}, "`training_step` edits weights"),
+    "edited weights": (EditsLate, {}, "`training_step` edits weights"),
+    "edited buffers": (Averages, {}, "A hook has edited buffers within an update"),
+    "edited gradients": (
+        HalvesGradients,
+        {"accumulate_grad_batches": 3},
+        "A hook has edited gradients",
+    ),
     "no loss": (lambda: Returns(lambda loss: None), {}, "every shard needs a loss"),
     "a weight": (
         lambda: Returns(lambda loss: {"loss": loss, "weight": 1.0}),
@@ -104,6 +133,7 @@ IN_TWO: dict[str, tuple[Callable[[], Any], Callable[[], dict[str, Any]], str]] =
         "all of an update need one, or none",
     ),
     "random numbers by rank": (Draws, dict, "draws other random numbers"),
+    "parts": (GathersParts, dict, "all_gather of tensors of different shapes"),
     "another Trainer": (
         Net,
         lambda: {"devices": 1, "strategy": make_strategy()},

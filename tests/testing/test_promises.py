@@ -1,15 +1,17 @@
 """Strategies keep their promises, and the suite reports one that does not."""
 
+import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 import torch
 
 from lightning_mgpu.testing import __main__ as suite
 from lightning_mgpu.testing import check_strategy
-from lightning_mgpu.testing.cases import PROMISES, Run
+from lightning_mgpu.testing.cases import PROMISES, Run, answer
+from tests.strategies.conftest import CONTEXT
 
 STRATEGY = """
 import os, time
@@ -27,7 +29,21 @@ class Other(SingleDeviceStrategy):
 """
 
 
-@pytest.mark.slow
+def run_in_fork(command: list[str], output: IO[str]) -> Any:
+    """In place of `run_in_group`: torch is imported there. Returns the status."""
+    process = CONTEXT.Process(target=answer_into, args=(output.name, *command[-2:]))
+    process.start()
+    process.join()
+    return process.exitcode
+
+
+def answer_into(log: str, name: str, run: str) -> None:
+    with Path(log).open("w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    answer(name, Run(*json.loads(run)))
+
+
 @pytest.mark.parametrize(
     ("how", "answer", "note", "timeout"),
     [
@@ -35,14 +51,15 @@ class Other(SingleDeviceStrategy):
         ("raise ValueError('not today')", "refused", "not today", 99),
         ("raise TypeError('a fault')", "no", "ended with status 1: TypeError: a fault", 99),
         ("os._exit(0)", "no", "ended with status 0", 99),
-        ("time.sleep(60)", "no", "ended with status 1: Timeout (0:00:03)!", 3),
+        ("time.sleep(60)", "no", "ended with status 1: Timeout (0:00:02)!", 2),
     ],
 )
 def test_what_is_wrong_is_found(
     how: str, answer: str, note: str, timeout: float, tmp_path: Path, monkeypatch: Any
 ) -> None:
     (tmp_path / "others.py").write_text(STRATEGY)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("lightning_mgpu.testing.check.run_in_group", run_in_fork)
     [found] = check_strategy("others.Other", 1, promises=["parameters"], timeout=timeout, how=how)
     assert found[1] == answer and found[2].startswith(note)
 
