@@ -94,10 +94,3 @@ def test_the_command(tiny: None, capsys: pytest.CaptureFixture[str]) -> None:
     devices = re.escape(str(((book.gpus() or [CPU]) * 2)[:2]))
     line = rf"test acc: 0\.\d\d, \d+\.\d sec/epoch on {devices}"
     assert re.fullmatch(line, last) and Path("book.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_help_shows_defaults(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        book.main(["--help"])
-    shown = capsys.readouterr().out
-    assert [f"(default: {value})" in shown for value in (2, 256, 0.2, 10)] == [True] * 4

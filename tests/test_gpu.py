@@ -5,41 +5,24 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Trainer, seed_everything
-from torch import Tensor
-from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_mgpu import allreduce
 from lightning_mgpu.devices import gpus
-from lightning_mgpu.models import LeNet
 from lightning_mgpu.strategies import DataParallelStrategy, ManualAllreduceStrategy
-from tests.strategies.conftest import OFF, run_in_processes
+from tests.strategies.conftest import Net, assert_close, fit, run_in_processes
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not gpus(), reason="needs a GPU")]
 KIND = gpus()[0].type if gpus() else "cpu"
 ALGORITHMS = ("textbook", "tree", "sharded", "ring", "key_value", "foreach")
 
 
-def trained(strategy: Any = "auto", devices: int = 1) -> list[Tensor]:
-    """LeNet's parameters after four steps in float64. The last batch has two samples."""
-    seed_everything(0, verbose=False)
-    module = LeNet(lr=0.5).double()
-    data = TensorDataset(torch.rand(23, 1, 28, 28).double(), torch.arange(23) % 10)
-    trainer = Trainer(
-        **dict.fromkeys(OFF, False),
-        accelerator=KIND,
-        devices=devices,
-        strategy=strategy,
-        max_epochs=1,
-    )
-    trainer.fit(module, DataLoader(data, 7))
-    assert trainer.strategy.root_device.type == KIND
-    return [parameter.detach().cpu() for parameter in module.parameters()]
+class OnGPU(Net):
+    def on_train_start(self) -> None:
+        assert self.device.type == KIND
 
 
-def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
-    for a, b in zip(found, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+def trained(strategy: Any = "auto", devices: int = 1) -> Any:
+    return fit(OnGPU, strategy=strategy, devices=devices, accelerator=KIND)
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
@@ -56,10 +39,10 @@ def test_replicas_on_one_gpu_train_as_one_device(name: str) -> None:
         "dp": DataParallelStrategy(parallel_devices=two),
         "manual_allreduce": ManualAllreduceStrategy(replicas=2),
     }
-    assert_same(trained(strategies[name]), trained())
+    assert_close(trained(strategies[name]), trained(), 1e-9)
 
 
-def trained_by_two_on_one() -> list[Tensor]:
+def trained_by_two_on_one() -> Any:
     two: Any = {"parallel_devices": ["cuda:0"] * 2, "process_group_backend": "gloo"}
     return trained(ManualAllreduceStrategy(**two), devices=2)
 
@@ -68,7 +51,7 @@ def trained_by_two_on_one() -> list[Tensor]:
 def test_two_processes_on_one_gpu_train_as_one_device() -> None:
     one = trained()
     for found in run_in_processes(2, trained_by_two_on_one):
-        assert_same(found, one)
+        assert_close(found, one, 1e-9)
 
 
 @pytest.mark.skipif(len(gpus()) < 2, reason="needs two GPUs")
@@ -76,7 +59,7 @@ def test_two_processes_on_one_gpu_train_as_one_device() -> None:
 def test_processes_on_two_gpus_train_as_one_device(name: str) -> None:
     one = trained(devices=1)
     for found in run_in_processes(2, trained, name, 2):
-        assert_same(found, one)
+        assert_close(found, one, 1e-9)
 
 
 def test_an_epoch_of_the_books_lenet(main: Callable[..., int], capfd: Any) -> None:

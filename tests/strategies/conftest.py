@@ -3,10 +3,10 @@
 A process takes 0.3 s to start, and a `fit` 0.1 s: most tests share a group of processes.
 """
 
-import importlib.util
 import multiprocessing
 import os
 import pickle
+import runpy
 import socket
 import sys
 from collections.abc import Callable, Iterator
@@ -129,13 +129,11 @@ def run_in_processes(k: int, function: Callable[..., Any], *args: Any, **kwargs:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    where = function.__code__.co_filename, function.__name__
+    call = function.__code__.co_filename, function.__name__, args, kwargs
     processes, connections = [], []
     for rank in range(k):
         mine, theirs = CONTEXT.Pipe(duplex=False)
-        process = CONTEXT.Process(
-            target=_call, args=(theirs, rank, k, port, where, args, kwargs), daemon=True
-        )
+        process = CONTEXT.Process(target=_call, args=(theirs, rank, k, port, *call), daemon=True)
         process.start()
         theirs.close()
         processes.append(process)
@@ -156,25 +154,15 @@ def run_in_processes(k: int, function: Callable[..., Any], *args: Any, **kwargs:
             process.kill()
 
 
-def _call(
-    connection: Connection,
-    rank: int,
-    k: int,
-    port: int,
-    where: tuple[str, str],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> None:
+def _call(connection: Connection, rank: int, k: int, port: int, *call: Any) -> None:
+    file, name, args, kwargs = call
     ranks = {"WORLD_SIZE": k, "LOCAL_WORLD_SIZE": k, "RANK": rank, "LOCAL_RANK": rank}
     numbers = {**ranks, "GROUP_RANK": 0, "MASTER_PORT": port}
     os.environ.update({name: str(number) for name, number in numbers.items()})
     os.environ.update(MASTER_ADDR="127.0.0.1", TORCHELASTIC_RUN_ID="test")
     sys.path.insert(0, str(Path(__file__).parents[2]))  # for `from tests.strategies import ...`
     torch.set_num_threads(1)
-    spec = importlib.util.spec_from_file_location("in_process", where[0])
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    result = attempt(getattr(module, where[1]), *args, **kwargs)
+    function = runpy.run_path(file, run_name="in_process")[name]
+    result = attempt(function, *args, **kwargs)
     connection.send_bytes(pickle.dumps(result))  # `send` would share tensors with a dying process
     connection.close()
