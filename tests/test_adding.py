@@ -16,7 +16,6 @@ from pathlib import Path
 
 import pytest
 
-from lightning_mgpu.allreduce import check_allreduce
 from lightning_mgpu.cli.main import main as run_command_line
 from tests.conftest import run_devices
 from tests.strategies.conftest import run_in_processes
@@ -82,13 +81,6 @@ def test_its_command_trains(
     # the checkpoint in its run directory says which model it is
     (path,) = project.glob("runs/*/checkpoints/last.ckpt")
     assert main("test", f"--ckpt_path={path}", CPU, "--data.source=synthetic", *LIMITS) == 0
-
-
-def test_its_allreduce_keeps_the_contract(project: Path) -> None:
-    from my_allreduce import chain_allreduce  # type: ignore[import-not-found]
-
-    for k in (1, 2, 3, 8):
-        check_allreduce(chain_allreduce, run_devices(1) * k)
 
 
 def run_line(directory: Path, args: list[str]) -> str:

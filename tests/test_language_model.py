@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import pytest
 from lightning.pytorch import LightningModule, seed_everything
 
 from lightning_mgpu.strategies import ManualAllreduceStrategy
@@ -11,15 +10,7 @@ from tests.test_adding import FILES
 WINDOW, NUM_BATCHES = 128, 4
 
 
-@pytest.fixture(scope="module")
-def page() -> dict[str, Any]:
-    found: dict[str, Any] = {"__name__": "my_language_model"}
-    exec(compile(FILES["my_language_model.py"], "docs/adding.md", "exec"), found)
-    return found
-
-
-@pytest.fixture(scope="module")
-def one_big_batch(page: dict[str, Any]) -> LightningModule:
+def train_by_hand(page: dict[str, Any]) -> LightningModule:
     """Two epochs of the model in plain PyTorch."""
     seed_everything(0, verbose=False)
     module = page["LanguageModel"]().double()
@@ -35,17 +26,17 @@ def one_big_batch(page: dict[str, Any]) -> LightningModule:
     return module
 
 
-def test_one_big_batch(
-    page: dict[str, Any], one_big_batch: LightningModule, make_trainer: Any
-) -> None:
+def test_one_big_batch(make_trainer: Any) -> None:
+    page: dict[str, Any] = {"__name__": "my_language_model"}
+    exec(compile(FILES["my_language_model.py"], "docs/adding.md", "exec"), page)
+    expected = train_by_hand(page)
+
     class Without(page["LanguageModel"]):  # type: ignore[misc]
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             return super().training_step(batch, batch_idx)["loss"]
 
-    rows = [
-        "| replicas | batches per update | with the weight | without it |",
-        "| --: | --: | --: | --: |",
-    ]
+    rows = ["| replicas | batches per update | with the weight | without it |"]
+    rows += ["| --: | --: | --: | --: |"]
     for num_replicas in (1, 2, 3):
         for num_batches in (1, NUM_BATCHES):
             found = []
@@ -58,7 +49,7 @@ def test_one_big_batch(
                     accumulate_grad_batches=num_batches,
                 )
                 trainer.fit(module, datamodule=page["Lines"](WINDOW // num_batches))
-                pairs = zip(module.cpu().parameters(), one_big_batch.parameters())
+                pairs = zip(module.cpu().parameters(), expected.parameters())
                 found.append(max(((a - b).norm() / b.norm()).item() for a, b in pairs))
                 assert trainer.callback_metrics["loss_per_token"] < 2, "it learns: 2.4 is chance"
             assert found[0] < 1e-10

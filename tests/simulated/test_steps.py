@@ -111,19 +111,6 @@ def test_waits_are_found(steps: Callable[..., Any], engine: str) -> None:
     assert all("test_steps.py" in place for _, place in waits)
 
 
-def test_training_is_that_of_one_device(make_trainer: Callable[..., Trainer]) -> None:
-    """Uneven shards, too. test_dp.py has more of `dp`."""
-    data = TensorDataset(torch.rand(13, 1, 28, 28).double(), torch.arange(13) % 10)
-    states = []
-    for engine in ("one device", "dp", "replicas=2"):
-        torch.manual_seed(0)
-        module = LeNet().double()
-        make_trainer(**strategy(engine)).fit(module, DataLoader(data, 5))
-        states.append(module.state_dict())
-    for state in states[1:]:
-        torch.testing.assert_close(state, states[0], rtol=1e-10, atol=1e-13)
-
-
 def test_nothing_stays_on_the_other_device(steps: Callable[..., Any]) -> None:
     """The copies go when the step ends, not when Python's collector runs."""
     gc.collect()
