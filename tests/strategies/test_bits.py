@@ -78,8 +78,8 @@ RUNS: dict[str, tuple[type[Random], Any, dict[str, Any]]] = {
     "textbook": (Random, {}, {}),
     "ring": (Random, {"allreduce": allreduce.ring_allreduce}, {}),
     "accumulated": (Random, {}, {"accumulate_grad_batches": 4}),
-    "evaluates": (Evaluates, {}, {}),
-    "looks": (Looks, {}, {}),
+    "evaluates": (Evaluates, {}, {"max_epochs": 3}),
+    "looks": (Looks, {}, {"max_epochs": 3}),
     # a validation in the middle of a window
     "window": (Evaluates, {}, {"accumulate_grad_batches": 4, "val_check_interval": 3}),
     "two replicas": (Random, {"replicas": 2}, {}),
@@ -123,13 +123,12 @@ def test_the_same_bits_in_1_2_and_4_processes(tmp_path: Path) -> None:
     assert isinstance(one[0], dict), one
     assert two == one * 2
     digests = one[0]
-    # neither an evaluation nor a look moves anything
-    assert digests.pop("looks") == digests.pop("evaluates") == digests["textbook"]
+    assert digests.pop("looks") == digests["evaluates"]  # a look moves nothing
     # `ring` adds in another order, and a run that goes on draws as one that was not stopped
     assert len(set(digests.values())) == len(digests)
     digests.pop("two replicas")
     for each in four:
-        assert each.pop("looks") == each.pop("evaluates")
+        each.pop("looks")
         assert each == digests
 
 
