@@ -19,7 +19,6 @@ from lightning_mgpu.processes import ProcessEnded
 from lightning_mgpu.tools import UsageError, did_you_mean, last_part
 
 TRACEBACK_FLAG = "--traceback"
-SHOWS = " shows where"  # ends a note on an exception, which names the file with its traceback
 PACKAGES = (Path(__file__).parents[1], Path(str(lightning.__file__)).parent)
 MISSING_EXTRA = re.compile("No module named '(timm|optuna|onnx|onnxscript)'")
 CLASS_HINT = "a class is given by its name, or by its path: my_package.MyClass"
@@ -63,14 +62,12 @@ def one_line_errors(show_traceback: bool) -> Iterator[None]:
         if missing := MISSING_EXTRA.search(str(error)):
             lines = [f"{missing[0]}: pip install {missing[1]}"]
         text = "\n".join(line[:300] for line in lines[:6])
-        notes = [note for note in getattr(error, "__notes__", ()) if note.endswith(SHOWS)]
-        where = [*notes, f"{TRACEBACK_FLAG}{SHOWS}"][0]
         rank = getattr(rank_zero_only, "rank", 0)
         if rank > 0:
             time.sleep(1)  # the first process, if it ends by the same, ends this one meanwhile
             text = f"[process {rank}] {text}"
         if rank == 0 or not isinstance(error, ProcessEnded):
-            print(f"error: {text} ({where})", file=sys.stderr, flush=True)
+            print(f"error: {text} ({TRACEBACK_FLAG} shows where)", file=sys.stderr, flush=True)
         sys.exit(2)
 
 

@@ -7,7 +7,6 @@ The file takes batches of any size. ONNX has the input `X` and the output `logit
 called by `torch.export.load("model.pt2").module()(X)`.
 """
 
-from io import BytesIO
 from pathlib import Path
 
 import torch
@@ -35,22 +34,21 @@ def export_command(args: list[str]) -> None:
     model: LightningModule = model_parser.instantiate(model_config).model
     model.configure_model()
     model.load_state_dict(state_dict)
-    content = export(model.float().eval(), output.suffix)
     with replacing(output) as part:
-        part.write_bytes(content)
+        export(model.float().eval(), part)
     print(f"{output}: {type(model).__name__}, batches of any size")
 
 
-def export(model: LightningModule, suffix: str) -> bytes:
-    """The file's content, made in memory: torch's writer ends the process if the disk is full."""
+def export(model: LightningModule, path: Path) -> None:
+    """Write the model to a file, whose suffix says in which format."""
     if not isinstance(example := model.example_input_array, torch.Tensor):
         raise ValueError("set `self.example_input_array` to a tensor (1, ...) in the model")
     X = torch.cat([example[:1]] * 3)  # torch takes the size of a batch of one for a fixed one
     # raises if the batch can only have one size, where torch.onnx.export of the model does not
     program = torch.export.export(model, (X,), dynamic_shapes=({0: torch.export.Dim("batch")},))
-    if suffix == ".pt2":
-        torch.export.save(program, buffer := BytesIO())
-        return buffer.getvalue()
+    if path.suffix == ".pt2":
+        torch.export.save(program, path)
+        return
     names = {"input_names": ["X"], "output_names": ["logits"]}
     onnx = torch.onnx.export(program, (X,), **names, verbose=False)  # type: ignore[arg-type]
-    return onnx.model_proto.SerializeToString()  # type: ignore[union-attr]
+    onnx.save(path)  # type: ignore[union-attr]

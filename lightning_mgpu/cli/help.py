@@ -7,13 +7,13 @@ from lightning_mgpu.tools import command
 
 TRAINER_SUBCOMMANDS = ("fit", "validate", "test", "predict")  # the LightningCLI's
 TOOLS = {  # the functions that the others call with their arguments
-    "export": "lightning_mgpu.cli.export.export_command",
-    "sweep": "lightning_mgpu.sweep.cli.sweep_command",
-    "benchmark": "lightning_mgpu.benchmark.cli.benchmark_command",
-    "runs": "lightning_mgpu.cli.list_runs.runs_command",
-    "new": "lightning_mgpu.new_project.cli.new_command",
-    "allreduce": "lightning_mgpu.drawing.cli.allreduce_command",
-    "network": "lightning_mgpu.network.cli.network_command",
+    "export": "lightning_mgpu.cli.export:export_command",
+    "sweep": "lightning_mgpu.sweep.cli:sweep_command",
+    "benchmark": "lightning_mgpu.benchmark.cli:benchmark_command",
+    "runs": "lightning_mgpu.cli.list_runs:runs_command",
+    "new": "lightning_mgpu.new_project.cli:new_command",
+    "allreduce": "lightning_mgpu.drawing.cli:allreduce_command",
+    "network": "lightning_mgpu.network.cli:network_command",
 }
 OPTIONS = {
     "--config FILE": "settings from a YAML file, here or in configs/; later files and flags win",
@@ -48,7 +48,7 @@ subcommands: {subcommands}; SUBCOMMAND --help shows the options of one
 
 def subcommands() -> tuple[str, ...]:
     """Those that are there: one whose directory of the package was deleted is not offered."""
-    tools = [name for name, path in TOOLS.items() if find_spec(path.rsplit(".", 2)[0])]
+    tools = [name for name, path in TOOLS.items() if find_spec(path.rpartition(".")[0])]
     return (*TRAINER_SUBCOMMANDS, *tools)
 
 

@@ -1,8 +1,8 @@
 """From the command line to a subcommand, without messages of other packages that say nothing."""
 
-import importlib
 import logging
 import os
+import pkgutil
 import re
 import sys
 import warnings
@@ -24,10 +24,11 @@ WARNINGS = (
 # How the lines begin that say what the run header says better, or praise other products; our line
 # after Ctrl-C says how to go on, and docs/measurements.md what uses Tensor Cores.
 INFO = re.compile(
+    r"(\[rank: \d+\] |\s)*("
     r"GPU available|TPU available|💡 Tip|Seed set to|Using (bfloat16|16bit)|-----|LOCAL_RANK: |"
     r"distributed_backend=|All distributed proc|`Trainer.fit` stopped: `max_|`Trainer\(limit_|"
     r"Loading `train_dataloader` to|Restor|Loaded model weights|Found current_model_state|"
-    r"`weights_only` was not set|You are using a CUDA device \(|Detected KeyboardInterrupt"
+    r"`weights_only` was not set|You are using a CUDA device \(|Detected KeyboardInterrupt)"
 )
 
 
@@ -52,8 +53,7 @@ def main() -> None:
         if subcommand in TRAINER_SUBCOMMANDS:
             run_trainer(subcommand, others)
         else:
-            module, _, function = TOOLS[subcommand].rpartition(".")
-            getattr(importlib.import_module(module), function)(others)
+            pkgutil.resolve_name(TOOLS[subcommand])(others)
 
 
 def hide_messages() -> None:
@@ -62,9 +62,4 @@ def hide_messages() -> None:
         warnings.filterwarnings("ignore", message=message)
     for name in ("lightning.pytorch", "lightning.fabric"):
         for handler in logging.getLogger(name).handlers:
-            handler.addFilter(says_something)
-
-
-def says_something(record: logging.LogRecord) -> bool:
-    message = re.sub(r"^(\[rank: \d+\] |\s)*", "", record.getMessage())
-    return not INFO.match(message)
+            handler.addFilter(lambda record: not INFO.match(record.getMessage()))

@@ -13,7 +13,7 @@ import yaml
 from jsonargparse import Namespace
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer, callbacks
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
-from lightning.pytorch.loggers.logger import Logger
+from lightning.pytorch.loggers.logger import DummyLogger, Logger
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
@@ -29,8 +29,8 @@ from lightning_mgpu.cli.yaml_files import dump_config
 from lightning_mgpu.devices import devices
 from lightning_mgpu.processes import ProcessEnded
 from lightning_mgpu.runs import checkpoints
-from lightning_mgpu.runs.directory import CONFIG, RUN_DIR_ENV, name_run_dir
-from lightning_mgpu.runs.metrics import NoLogger, summarize
+from lightning_mgpu.runs.directory import RUN_DIR_ENV, name_run_dir
+from lightning_mgpu.runs.metrics import summarize
 from lightning_mgpu.runs.record import RunRecord, fingerprint
 from lightning_mgpu.runs.resume import find_last, refuse_changes
 from lightning_mgpu.runs.wandb_run import WandbOptions
@@ -89,12 +89,8 @@ class TrainingCLI(LightningCLI):
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         self.config = self.parse(self.options.args)
-        # a repeated run gets a directory of its own
-        self.named_run_dir, self.config.run_dir = self.config.run_dir, None
         if isinstance(self.config.seed_everything, bool):
             raise UsageError("--seed_everything: give a number, such as $RANDOM")
-        if self.config.trainer.barebones:
-            raise UsageError("--trainer.barebones: a run here has callbacks; make your own Trainer")
         num = self.config.trainer.devices
         if isinstance(num, str) and not re.fullmatch(r"auto|-?\d[\d, ]*", num):
             raise UsageError(f"--trainer.devices={num}: a number, GPUs such as '[0, 1]', or auto")
@@ -157,50 +153,41 @@ class TrainingCLI(LightningCLI):
         if self.options.run_dir is None:
             words = [given.get(f"trainer.{name}", "auto") for name in ("strategy", "devices")]
             parts = map(last_part, (self.config.model.class_path, *words))
-            self.run_dir = name_run_dir(self.named_run_dir, trainer.default_root_dir, *parts)
+            self.run_dir = name_run_dir(self.config.run_dir, trainer.default_root_dir, *parts)
         else:
-            self.run_dir, base = self.options.run_dir, self.options.base
-            self.ckpt_path, self.num_steps = find_last(self.run_dir, base, trainer.max_epochs)
-        weights = None if self.ckpt_path else self.config.weights
+            self.run_dir = self.options.run_dir
+            self.ckpt_path, self.num_steps = find_last(self.run_dir, self.options.base)
+        self.weights = None if self.ckpt_path else self.config.weights
         run = "" if trainer.fast_dev_run else str(self.run_dir)
-        self.notes = {"run": run, "ckpt": self.ckpt_path or "", "weights": weights or ""}
-        # these are printed as they were given, and used when `setup` may have changed the directory
-        self.run_dir, self.weights = self.run_dir.absolute(), weights and os.path.abspath(weights)
-        self.ckpt_path = self.ckpt_path and os.path.abspath(self.ckpt_path)
+        self.notes = {"run": run, "ckpt": self.ckpt_path or "", "weights": self.weights or ""}
+        self.run_dir = self.run_dir.absolute()  # as a model's `setup` may change the directory
         os.environ[RUN_DIR_ENV] = str(self.run_dir)  # for the processes of `ddp`
 
     def make_trainer(self, options: Namespace) -> Trainer:
         """A Trainer with the user's callbacks and loggers and those of a run."""
         users, is_dev_run = as_list(options.callbacks), bool(options.fast_dev_run)
-        loggers = as_list(options.logger)
+        loggers = [each for each in as_list(options.logger) if isinstance(each, Logger)]
         if self.ckpt_path:  # which has the rate found
             users = [each for each in users if not isinstance(each, callbacks.LearningRateFinder)]
         bars = [sys.stdout.isatty(), *(isinstance(each, callbacks.ProgressBar) for each in users)]
-        logs = self.record.wandb_options is not None
         ours = {
-            callbacks.LearningRateMonitor(): logs and self.method == "fit" and not is_dev_run,
+            callbacks.LearningRateMonitor(): options.logger is not False and self.method == "fit",
             TestPictures(): self.output.pictures,
-            PredictionWriter(self.notes["run"]): self.method == "predict",
+            PredictionWriter(): self.method == "predict",
             self.best: self.last.saves,
             self.output: True,
         }
         first = [self.last] if is_dev_run else [self.last, self.record]
-        plugins, whole_files = as_list(options.plugins), checkpoints.WholeFiles()
-        wrapping = [each for each in plugins if hasattr(each, "checkpoint_io")]
-        for plugin in wrapping:  # such as AsyncCheckpointIO
-            plugin.checkpoint_io = whole_files
         changes = {
             "callbacks": [*first, *users, *(each for each in ours if ours[each])],
             "default_root_dir": str(self.run_dir),
             "enable_checkpointing": True,  # as RunOutput is a Checkpoint
             "enable_progress_bar": options.enable_progress_bar is not False and any(bars),
-            "logger": [logger for logger in loggers if isinstance(logger, Logger)],
-            "plugins": plugins if wrapping else [*plugins, whole_files],
+            "logger": [DummyLogger()] if is_dev_run else loggers,
+            "plugins": [*as_list(options.plugins), checkpoints.WholeFiles()],
         }
         with constructor_errors(TypeError):
             trainer = Trainer(**{**options, **changes})
-        if is_dev_run:
-            trainer.loggers = [NoLogger()]
         return trainer
 
     def run(self) -> None:
@@ -222,6 +209,8 @@ class TrainingCLI(LightningCLI):
         self.record.results |= {"fingerprint": printed, "why": why, "best": self.best.best}
         if why:
             print_once(f"stopped early: {why}")
+        if best := self.record.results["best"]:
+            print_once(f"best checkpoint: {best['path']}")
         metrics = self.test_best()
         shown = {"test_acc": metrics["test_acc"]} if "test_acc" in metrics else metrics
         texts = [f"{name.replace('_', ' ')}: {value:.2f}" for name, value in shown.items()]
@@ -234,7 +223,7 @@ class TrainingCLI(LightningCLI):
         """The metrics of the test; none where there is no test."""
         trainer, data, best = self.trainer, self.datamodule, self.record.results["best"]
         has_test = is_overridden("test_step", self.model) and is_overridden("test_dataloader", data)
-        if not has_test or not self.output.test:
+        if not (has_test and self.output.test and trainer.limit_test_batches):
             return {}
         if not best:
             print_once(f"testing the last epoch: {self.why_no_best()}")
@@ -257,17 +246,12 @@ class TrainingCLI(LightningCLI):
 
     def describe_end(self, error: BaseException) -> BaseException:
         """The error with which the program ends: it says what to do now."""
-        is_fit, way_on = self.method == "fit" and self.record.lock is not None, "start again"
-        if is_fit and self.last.saves and (self.run_dir / CONFIG).is_file():
+        way_on = "start again"
+        if self.method == "fit" and (self.run_dir / "checkpoints" / checkpoints.LAST).is_file():
             way_on = f"go on with: {command()} fit --resume={shlex.quote(self.notes['run'])}"
         if isinstance(error, (KeyboardInterrupt, SystemExit)):
-            if is_fit:
-                print(f"stopped; {way_on}", flush=True)
-            # Lightning exits with 1 in its handler of Ctrl-C
-            is_ctrl_c = KeyboardInterrupt in (type(error), type(error.__context__))
-            return SystemExit(130 if is_ctrl_c else getattr(error, "code", None) or 1)
-        if getattr(rank_zero_only, "rank", 0) > 0:
-            return error  # only the first process names a way on
+            print_once(f"stopped; {way_on}")
+            return SystemExit(130)  # Lightning exits with 1 in its handler of Ctrl-C
         if isinstance(error, ProcessEnded) or "/gloo/transport/" in str(error):
             return ProcessEnded(f"{str(error).partition('. This is ')[0]}; {way_on}")
         if isinstance(error, OSError):

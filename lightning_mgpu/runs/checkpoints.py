@@ -14,6 +14,7 @@ import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, Timer
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
@@ -25,11 +26,10 @@ END = "end.ckpt"  # the weights at the end of a run that has stopped within an e
 KEY = "lightning_mgpu"  # under which a checkpoint has what `LastCheckpoint` adds to Lightning's
 # in names of metrics; a short one is a word, as `val_cancer_auc` has no character error rate
 FALLS = re.compile("loss|perplexity|(?<![a-z])(err(ors?)?|mae|r?mse|nll|ppl|wer|cer)(?![a-z])")
-
 PREFIX = re.compile(r"(module\.|model\.|net\.|_orig_mod\.)*")  # of the names of weights
 
 
-def read_checkpoint(path: str | Path, way_on: str = "", bare: bool = False) -> dict[str, Any]:
+def read_checkpoint(path: str | Path, bare: bool = False) -> dict[str, Any]:
     """Read a Trainer's checkpoint, or a `bare` state_dict: tensors and plain values, never code."""
     if not Path(path).is_file():
         raise UsageError(f"{path}: no such file; a run has its checkpoints in checkpoints/")
@@ -43,7 +43,7 @@ def read_checkpoint(path: str | Path, way_on: str = "", bare: bool = False) -> d
         return {"state_dict": checkpoint}
     if "state_dict" not in checkpoint:
         why = "it is damaged, or no Trainer's, or holds objects of classes, whose code never runs"
-        raise UsageError(f"{path} cannot be read: {why}{way_on}")
+        raise UsageError(f"{path} cannot be read: {why}")
     return checkpoint
 
 
@@ -103,7 +103,7 @@ class BestCheckpoint(ModelCheckpoint):
             enable_version_counter=False,
             **kwargs,
         )
-        self.has_validated = self.has_told = False
+        self.has_validated = False
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if self.monitor and getattr(trainer.datamodule, "validates_on_test_set", False):  # type: ignore[attr-defined]
@@ -118,9 +118,8 @@ class BestCheckpoint(ModelCheckpoint):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.monitor is None or self.monitor in trainer.callback_metrics:
             super().on_train_epoch_end(trainer, pl_module)
-        elif self.has_validated and not self.has_told and trainer.is_global_zero:
-            self.has_told = True
-            print(self.describe_unlogged(trainer))
+        elif self.has_validated:
+            rank_zero_warn(self.describe_unlogged(trainer))
 
     def describe_unlogged(self, trainer: Trainer) -> str:
         logged = ", ".join(trainer.callback_metrics) or "nothing"
@@ -132,8 +131,7 @@ class BestCheckpoint(ModelCheckpoint):
         path = Path(self.best_model_path)  # of another directory, where a run was copied or moved
         if not path.is_file() or not path.is_relative_to(str(self.dirpath)):
             return {}
-        way_on = "; last.ckpt has the last epoch: delete this file, and --resume tests that"
-        epoch = read_checkpoint(path, way_on)["epoch"] + 1
+        epoch = read_checkpoint(path)["epoch"] + 1
         value = float(self.best_model_score) if self.best_model_score is not None else None
         return {"epoch": epoch, "monitor": self.monitor, "value": value, "path": str(path)}
 
@@ -158,12 +156,9 @@ class LastCheckpoint(Callback):
             if left_out and trainer.is_global_zero:
                 print(f"{self.weights}: left out are {', '.join(left_out)}")
             self.weights = None  # `fit` ends with a test of other ones
-        if stage == "fit" and trainer.world_size > 1:  # machines may have other directories
-            has = bool(trainer.ckpt_path)
-            first_has = trainer.strategy.broadcast(has)
-            if has != first_has:
-                here = trainer.global_rank if first_has else 0
-                raise UsageError(f"process {here} has no checkpoint to go on from, others have")
+        has = bool(trainer.ckpt_path)
+        if stage == "fit" and trainer.strategy.broadcast(has) != has:
+            raise UsageError("only some machines have the run's last.ckpt: they must share a disk")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.first_epoch = trainer.current_epoch
@@ -220,9 +215,7 @@ class LastCheckpoint(Callback):
         is_whole = loop["epoch_loop.batch_progress"]["is_last_batch"]
         if KEY not in checkpoint or not is_whole:  # as Lightning's under SLURM
             raise UsageError(f"{trainer.ckpt_path} was saved within an epoch: move it away")
-        replicas = checkpoint.get("exchange", {}).get("replicas", {}).values()
-        has_state = any(optimizers or any(kept.values()) for kept, optimizers in replicas)
-        if has_state and not hasattr(trainer.strategy, "exchange"):
+        if "exchange" in checkpoint and not hasattr(trainer.strategy, "exchange"):
             raise UsageError(f"{trainer.ckpt_path} has the state of an exchange: keep its strategy")
         self.loaded_metrics, self.frozen = checkpoint[KEY]["metrics"], checkpoint[KEY]["frozen"]
         if why := checkpoint[KEY]["why_stopped"]:

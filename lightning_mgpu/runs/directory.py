@@ -22,8 +22,7 @@ def name_run_dir(run_dir: str | None, root: str | None, *parts: object) -> Path:
         return Path(os.environ.get(RUN_DIR_ENV, "runs"))
     now = f"{datetime.now():%Y-%m-%d_%H-%M-%S-%f}"[:-3]  # milliseconds tell runs apart
     path = Path(run_dir or Path(root or "runs", "_".join(map(str, (now, *parts)))))
-    # a run that was killed at its start leaves no more than its configuration
-    if path.is_file() or (path.is_dir() and {*os.listdir(path)} - {CONFIG, f".part.{CONFIG}"}):
+    if path.is_file() or (path.is_dir() and any(path.iterdir())):
         raise UsageError(f"--run_dir={path} exists and is not empty: name a new directory")
     return path
 

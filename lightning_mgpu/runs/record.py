@@ -51,9 +51,7 @@ class RunRecord(Callback):
             if isinstance(callback, ModelCheckpoint):  # else in the first logger's directory
                 callback.dirpath = callback.dirpath or str(self.run_dir / "checkpoints")
         if self.wandb_options is not None:
-            loggers = [*trainer.loggers, MetricsFile(self.run_dir, self.num_steps)]
-            # only the first process has the experiment of another one
-            trainer.loggers = loggers if trainer.is_global_zero else loggers[::-1]
+            trainer.loggers = [*trainer.loggers, MetricsFile(self.run_dir, self.num_steps)]
         if self.lock is None:
             return
         if not (before := read_run_json(self.run_dir)):  # of a resumed run
@@ -107,7 +105,6 @@ class RunRecord(Callback):
                 end |= {"state": "failed", "why": f"{type(error).__name__}: {error}"}
                 with replacing(self.run_dir / "error.log") as part:
                     part.write_text("".join(traceback.format_exception(error)))
-                error.add_note(f"{self.notes['run']}/error.log shows where")
             elif error is not None:
                 end |= {"state": "interrupted", "why": "Ctrl-C, SIGTERM or SIGHUP"}
             metrics = summarize(self.run_dir, end["best"].get("epoch"))
