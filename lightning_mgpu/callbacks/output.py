@@ -2,7 +2,6 @@
 
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from lightning_mgpu.callbacks.curve import draw_curve
 from lightning_mgpu.devices import describe_devices, devices, process_devices, synchronize
-from lightning_mgpu.runs.metrics import STAGE_AND_METRIC, read_points
+from lightning_mgpu.runs.metrics import STAGE_AND_METRIC
 from lightning_mgpu.runs.record import count_parameters
 
 
@@ -130,10 +129,6 @@ def epoch_values(trainer: Trainer, before: dict[str, Tensor]) -> list[str]:
     # a value that is logged by step and by epoch is there under three names
     twins = {f"{name}_{when}" for name in values for when in ("step", "epoch")}
     numbers = {k: float(v) for k, v in values.items() if k not in {*twins, "epoch_seconds"}}
-    # a value that is logged by step is that of the last step: the line has the curve's
-    points = read_points(Path(trainer.default_root_dir)) if trainer.is_global_zero else {}
-    for name in points.keys() & numbers:
-        numbers[name] = points[name].get(trainer.current_epoch + 1, numbers[name])
     bar = trainer.progress_bar_metrics
     shown = [name for name in numbers if STAGE_AND_METRIC.fullmatch(name) or name in bar]
     return [f"{name} {numbers[name]:.4f}" for name in shown or numbers]

@@ -3,7 +3,6 @@
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from matplotlib.figure import Figure
 from torch import Tensor
@@ -20,7 +19,7 @@ class TestPictures(Callback):
     """Draws a confusion matrix (`confusion.png`) and test images, mistakes first.
 
     Needs batches (X, y) with labels y (N,), where -100 is ignored, and a `test_step` that
-    returns a dict with `logits` (N, C). Images X (N, 1 or 3, H, W) are drawn.
+    returns a dict with `logits` (N, C). Images X (N, 1 or 3, H, W) of the first process are drawn.
     """
 
     confusion: Matrix | None = None
@@ -50,10 +49,7 @@ class TestPictures(Callback):
                 self.images = smallest_keys(self.images, new)
 
     def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        images, title = [self.images] * trainer.world_size, ""
-        if trainer.world_size > 1:
-            dist.all_gather_object(images, self.images)
-        self.images = None
+        title = ""
         if self.confusion is not None:
             with errors_as_warnings("confusion.png"):
                 counts = self.confusion.compute().cpu()  # rows are true classes
@@ -65,12 +61,13 @@ class TestPictures(Callback):
                 axes.tick_params("x", rotation=90)
                 axes.tick_params("y", rotation=0)
                 save_picture(trainer, figure, "confusion.png")
-        if any(images) and trainer.is_global_zero:
+        if self.images is not None and trainer.is_global_zero:
             with errors_as_warnings("predictions.png"):
-                _, X, y, found = smallest_keys(*images)
+                _, X, y, found = self.images
                 figure = plot_predictions(X, y, found, self.names)
                 figure.suptitle(title)
                 save_picture(trainer, figure, "predictions.png")
+        self.images = None
 
 
 def smallest_keys(*samples: list[Tensor] | None) -> list[Tensor]:

@@ -23,9 +23,8 @@ class PredictionWriter(BasePredictionWriter):
     `ImageFolder`, and `classes` of the data module add columns.
     """
 
-    def __init__(self, printed_dir: str | None = None) -> None:
+    def __init__(self) -> None:
         super().__init__(write_interval="epoch")
-        self.printed_dir = printed_dir  # where the file is, as it was given
 
     def write_on_epoch_end(
         self, trainer: Any, pl_module: LightningModule, predictions: Any, batch_indices: Any
@@ -45,7 +44,7 @@ class PredictionWriter(BasePredictionWriter):
                 writer = csv.writer(file, lineterminator="\n")
                 writer.writerow(tables[0] or ())
                 writer.writerows(rows[index] for index in sorted(rows))
-            print(f"predictions: {Path(self.printed_dir or path.parent, path.name)}")
+            print(f"predictions: {path}")
 
 
 def make_table(trainer: Any, predictions: Any, batch_indices: Any) -> dict[str, list] | None:

@@ -16,21 +16,22 @@ import torch
 from lightning.pytorch import Trainer
 from torch import Tensor
 from torch.utils import data
-from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, default_collate
 
 from lightning_mgpu.seeds import new_generator
 from lightning_mgpu.shards.reader import ShardKeys, ShardReader, cut_indices, only_shard
 
 
-class GlobalBatchSampler(data.DistributedSampler):
+class GlobalBatchSampler(data.DistributedSampler, data.SequentialSampler):  # type: ignore[misc]
     """The order of the samples, in global batches.
 
-    It is a `DistributedSampler`, so that Lightning calls `set_epoch` and injects no other sampler.
+    It is a `DistributedSampler`, so that Lightning calls `set_epoch` and injects no other sampler,
+    and a `SequentialSampler`, which `overfit_batches` keeps: `batch_loader` does not shuffle then.
     Unlike torch's it repeats no sample. `whole_batches` is for a `ShardLoader`, which cuts them.
     Under other strategies, it yields the shard of process `rank` of `num_replicas` processes.
 
     Raises:
-        ValueError: If a process would get no sample of some batch.
+        ValueError: If there is no sample, or a process would get none of some batch.
     """
 
     def __init__(
@@ -43,7 +44,8 @@ class GlobalBatchSampler(data.DistributedSampler):
         num_replicas: int = 1,
         rank: int = 0,
     ) -> None:
-        self.num_all = num_samples
+        if num_samples < 1 or batch_size < 1:
+            raise ValueError(f"{num_samples} samples in batches of {batch_size}: nothing to read.")
         super().__init__(range(num_samples), num_replicas, rank, shuffle, seed, drop_last)  # type: ignore[arg-type]
         self.batch_size = batch_size
         self.sizes = [*map(len, self._split(torch.arange(num_samples)))]
@@ -60,7 +62,7 @@ class GlobalBatchSampler(data.DistributedSampler):
         return crc32(repr((self.seed, self.epoch)).encode())
 
     def whole_batches(self) -> Iterator[list[int]]:
-        order = torch.arange(self.num_all)
+        order = torch.arange(len(self.dataset))  # type: ignore[arg-type]
         if self.shuffle:
             generator = new_generator(self.seed, "order", self.epoch)
             order = torch.randperm(len(order), generator=generator)
@@ -78,17 +80,11 @@ class GlobalBatchSampler(data.DistributedSampler):
         return len(self.sizes)
 
     def _split(self, order: Tensor) -> tuple[Tensor, ...]:
-        if self.batch_size < 1:
-            return ()
         if self.shuffle or self.drop_last:
             dropped = len(order) % self.batch_size if self.drop_last else 0
             return order[: len(order) - dropped].split(self.batch_size)
         # sizes equal up to one: a tiny last batch might have fewer samples than there are processes
-        return order.tensor_split(max(1, -(-len(order) // self.batch_size)))
-
-
-class SequentialBatchSampler(GlobalBatchSampler, data.SequentialSampler):  # type: ignore[misc]
-    """What Lightning's `overfit_batches` takes for a sampler that does not shuffle."""
+        return order.tensor_split(-(-len(order) // self.batch_size))
 
 
 class BatchLoader(DataLoader):
@@ -127,13 +123,11 @@ def batch_loader(
     if trainer is not None:
         share = trainer.world_size, trainer.global_rank
         shuffle = shuffle and not trainer.overfit_batches  # type: ignore[attr-defined]
-        first: Any = dataset.tensors[0] if isinstance(dataset, TensorDataset) else dataset
-        if getattr(first, "device", torch.device("cpu")).type == "cpu":
+        if getattr(dataset, "device", torch.device("cpu")).type == "cpu":
             kwargs.setdefault("pin_memory", trainer.strategy.root_device.type not in ("cpu", "mps"))
     seed = int(os.environ.get("PL_GLOBAL_SEED", 0)) if seed is None else seed
-    new_sampler = GlobalBatchSampler if shuffle else SequentialBatchSampler
     num: int = len(dataset)  # type: ignore[arg-type]
-    sampler = new_sampler(num, batch_size, shuffle, seed, drop_last, *share)
+    sampler = GlobalBatchSampler(num, batch_size, shuffle, seed, drop_last, *share)
     reader = ShardReader(dataset, collate_fn)
     kwargs["generator"] = torch.Generator()  # else torch's would lose a number that dropout draws
     return BatchLoader(reader, batch_size=None, sampler=sampler, collate_fn=only_shard, **kwargs)  # type: ignore[arg-type]

@@ -5,7 +5,6 @@ python -m lightning_mgpu fit --data.batch_size=512 --data.augment=true
 
 import os
 import warnings
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -13,14 +12,12 @@ from lightning.pytorch import LightningDataModule
 from torch import Tensor
 from torch.utils.data import DataLoader
 from torchvision.datasets import FashionMNIST as FashionMNISTFiles
-from torchvision.datasets.mnist import read_image_file, read_label_file
 
 from lightning_mgpu.data.batches import batch_loader
 from lightning_mgpu.data.images import InMemoryImages
 from lightning_mgpu.data.sources import ensure_fashion_mnist
 
 MEAN, STD = 0.2860, 0.3530  # of the 60,000 training images, pixels in [0, 1]
-MOST = {"batch_size": 60_000, "val_size": 59_999, "crop_padding": 28}
 
 
 class FashionMNIST(LightningDataModule):
@@ -57,10 +54,8 @@ class FashionMNIST(LightningDataModule):
         self.normalize, self.augment, self.device_resident = normalize, augment, device_resident
         self.crop_padding = crop_padding
         self.seed = int(os.environ.get("PL_GLOBAL_SEED", 0)) if seed is None else seed
-        for name, most in MOST.items():
-            least = 1 if name == "batch_size" else 0
-            if not least <= (value := getattr(self, name)) <= most:
-                raise ValueError(f"data.{name}={value}: choose a number from {least} to {most}.")
+        if min(val_size, crop_padding) < 0:
+            raise ValueError(f"{val_size=}, {crop_padding=} of the data: take no number below 0.")
         self.validates_on_test_set = val_size == 0
         self.origin = "SYNTHETIC images, not Fashion-MNIST"  # or where the files came from
 
@@ -104,9 +99,8 @@ class FashionMNIST(LightningDataModule):
         """Images (N, 1, 28, 28), uint8, and labels (N,)."""
         if self.source == "synthetic":
             return synthetic_fashion_mnist(60_000 if train else 10_000, seed=int(train))
-        prefix = f"{Path(self.root).expanduser()}/FashionMNIST/raw/{'train' if train else 't10k'}"
-        labels = read_label_file(f"{prefix}-labels-idx1-ubyte")
-        return read_image_file(f"{prefix}-images-idx3-ubyte")[:, None], labels
+        files = FashionMNISTFiles(self.root, train)
+        return files.data[:, None], files.targets
 
 
 def synthetic_fashion_mnist(num_samples: int, seed: int) -> tuple[Tensor, Tensor]:

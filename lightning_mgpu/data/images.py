@@ -4,6 +4,7 @@ One gather of uint8 and one conversion are about 100 times faster than a call fo
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -27,7 +28,6 @@ class InMemoryImages(BatchDataset):
     std: float = 1.0
     crop_padding: int | None = None
     seed: int = 0
-    _uniforms: tuple[int, Tensor] = (-1, torch.empty(0))  # the last epoch and its numbers
 
     def __len__(self) -> int:
         return len(self.images)
@@ -42,17 +42,17 @@ class InMemoryImages(BatchDataset):
         # (B, C, H, W) uint8; far faster than `images[indices]`
         X = self.images.index_select(0, indices)
         if self.crop_padding is not None:
-            X = augment(X, self._uniforms_of(epoch)[indices], self.crop_padding)
+            uniforms = uniform_numbers(len(self), self.seed, epoch, self.device)
+            X = augment(X, uniforms[indices], self.crop_padding)
         X = X.to(torch.float32).div_(255).sub_(self.mean).div_(self.std)
         return X, self.labels.index_select(0, indices)
 
-    def _uniforms_of(self, epoch: int) -> Tensor:
-        """Uniform numbers (N, 3) of every image in an epoch."""
-        if self._uniforms[0] != epoch:
-            generator = new_generator(self.seed, "augmentation", epoch)
-            uniforms = torch.rand(len(self.images), 3, generator=generator)
-            self._uniforms = epoch, uniforms.to(self.images.device)
-        return self._uniforms[1]
+
+@lru_cache(maxsize=1)
+def uniform_numbers(N: int, seed: int, epoch: int, device: torch.device) -> Tensor:
+    """Uniform numbers (N, 3) of every image in an epoch."""
+    generator = new_generator(seed, "augmentation", epoch)
+    return torch.rand(N, 3, generator=generator).to(device)
 
 
 def augment(X: Tensor, uniforms: Tensor, padding: int) -> Tensor:
