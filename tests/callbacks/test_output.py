@@ -98,24 +98,6 @@ def test_lines_show_metrics_of_any_name(trainer: Callable, capsys: pytest.Captur
     assert second == "epoch 2/2  per_epoch 1.0000"  # whatever the name of what was not validated
 
 
-def test_a_loss_logged_by_step_is_one_number(
-    trainer: Callable, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    class ByStep(Named):
-        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-            self.log("train/loss", float(batch_idx))
-            return self.net(batch).sum()
-
-    drawn: list[Any] = []
-    draw = lambda points, *_: drawn.append(points) or curve.Figure()  # noqa: E731
-    monkeypatch.setattr(curve, "plot_curve", draw)
-    loader: Any = DataLoader(torch.ones(5, 1))  # type: ignore[arg-type]
-    output = RunOutput(header=False)
-    trainer(output, log_every_n_steps=4).fit(ByStep((), (), ()), loader)
-    assert drawn[-1] == {"train/loss": {1: 3.0}}
-    assert capsys.readouterr().out.startswith("epoch 1/1  train/loss 3.0000")
-
-
 def test_ticks_after_one_epoch() -> None:
     figure = curve.plot_curve({"val_loss": {1: 2.30259}}, "validation", {})
     figure.canvas.draw()

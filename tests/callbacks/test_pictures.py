@@ -130,28 +130,6 @@ def test_mistakes_come_first_and_are_spread_over_the_test_set(
                 assert len({*labels}) >= 7, labels
 
 
-def test_images_of_all_processes(
-    monkeypatch: pytest.MonkeyPatch, make_trainer: Callable, make_data: Callable
-) -> None:
-    """Each process sends its images; those of the other one have a label of 5, and are wrong."""
-    callback, data, trainer = TestPictures(), make_data(), make_trainer()
-    trainer.test(LeNet(), data, verbose=False)  # gives the Trainer its data
-    X, y = torch.rand(30, 1, 4, 4), torch.zeros(30).long()
-    outputs = {"logits": nn.functional.one_hot(y, 10).float()}
-    callback.on_test_batch_end(trainer, LeNet(), outputs, (X, y), 0)
-    callback.confusion = None
-    theirs = [torch.zeros(3), X[:3], torch.full((3,), 5), y[:3]]
-    gather = lambda all, mine: all.__setitem__(slice(None), [mine, theirs])  # noqa: E731
-    monkeypatch.setattr(pictures.dist, "all_gather_object", gather)
-    monkeypatch.setattr(type(trainer), "world_size", 2)
-    figures: list[Figure] = []
-    monkeypatch.setattr(pictures, "save_picture", lambda _, figure, name: figures.append(figure))
-    callback.on_test_epoch_end(trainer, LeNet())
-    titles = [axes.get_title() for axes in figures[0].axes]
-    assert len(titles) == 24
-    assert titles[:4] == ["T-shirt/top\n(is: Sandal)"] * 3 + ["T-shirt/top"]
-
-
 def test_one_scale_for_all_images(caplog: pytest.LogCaptureFixture) -> None:
     """Images after `Normalize` look as before it; a dark image of a bright set stays dark."""
     X = torch.rand(9, 3, 4, 4)

@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import Dataset, TensorDataset
 
 from lightning_mgpu.data import batch_loader
+from lightning_mgpu.data.images import InMemoryImages
 
 
 def loader(dataset: Any, size: int, processes: int = 1, rank: int = 0, **options: Any) -> Any:
@@ -70,13 +71,15 @@ def test_evaluation_sees_every_sample_once_in_order() -> None:
 
 def test_batches_that_cannot_be_shared_are_refused() -> None:
     few = "data.batch_size={} leaves a global batch of {} of {} samples, too few for {} processes"
-    for args, options, numbers in (
-        ((2, 4, 5), {"shuffle": True}, (4, 1, 5, 2)),
-        ((3, 64, 2), {}, (64, 2, 2, 3)),
-        ((1, 504, 503), {"drop_last": True}, (504, 0, 503, 1)),
-        ((1, 0, 503), {}, (0, 0, 503, 1)),
+    nothing = "{2} samples in batches of {0}: nothing to read"
+    for args, options, told, numbers in (
+        ((2, 4, 5), {"shuffle": True}, few, (4, 1, 5, 2)),
+        ((3, 64, 2), {}, few, (64, 2, 2, 3)),
+        ((1, 504, 503), {"drop_last": True}, few, (504, 0, 503, 1)),
+        ((1, 0, 503), {}, nothing, (0, 0, 503)),
+        ((1, 64, 0), {"shuffle": True}, nothing, (64, 0, 0)),
     ):
-        with pytest.raises(ValueError, match=few.format(*numbers)):
+        with pytest.raises(ValueError, match=told.format(*numbers)):
             slices(*args, **options)  # type: ignore[arg-type]
 
 
@@ -114,8 +117,8 @@ def test_collate_fn_gets_the_samples() -> None:
 
 
 def test_batches_are_pinned_for_a_gpu() -> None:
-    """`meta` stands for a GPU: a tensor that is there already cannot be pinned."""
+    """`meta` stands for a GPU: images that are there already cannot be pinned."""
+    there = InMemoryImages(torch.ones(9, device="meta"), torch.ones(9))
     for device, is_pinned in (("cuda:1", True), ("cpu", False), ("mps", False)):
         assert loader(TensorDataset(torch.ones(9)), 3, device=device).pin_memory is is_pinned
-        there = TensorDataset(torch.ones(9, device="meta"))
         assert not loader(there, 3, device=device).pin_memory
