@@ -99,7 +99,7 @@ def test_help_shows_the_options_people_use_first(main: Callable, capfd: Any) -> 
         ("fit", "--help"): "--trainer.devices N",
         ("fit", "--help.all"): "--trainer.gradient_clip_val",
         ("fit", "--trainer.strategy.help=ManualAllreduceStrategy"): "--trainer.strategy.replicas",
-        ("fit", "--trainer.strategy.help=exchange_diloco"): "every=16 outer_lr=0.7",
+        ("fit", "--trainer.strategy.help=exchange_diloco"): "--trainer.strategy.outer_lr",
         ("fit", "--model=ResNet18", "--model.help"): "--model.in_channels",
         ("fit", "--data.help"): "--data.crop_padding",
     }.items():
@@ -117,5 +117,5 @@ def test_help_does_not_wait_for_torch(command: Any) -> None:
 
 
 def test_a_directory_that_was_deleted_is_not_offered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(cli_help.TOOLS, "gone", "lightning_mgpu.no_such_directory.cli.command")
+    monkeypatch.setitem(cli_help.TOOLS, "gone", "lightning_mgpu.no_such_directory.cli:command")
     assert {"fit", "export"} <= {*subcommands()} and "gone" not in subcommands()
