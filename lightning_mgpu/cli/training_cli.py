@@ -160,7 +160,9 @@ class TrainingCLI(LightningCLI):
         self.weights = None if self.ckpt_path else self.config.weights
         run = "" if trainer.fast_dev_run else str(self.run_dir)
         self.notes = {"run": run, "ckpt": self.ckpt_path or "", "weights": self.weights or ""}
-        self.run_dir = self.run_dir.absolute()  # as a model's `setup` may change the directory
+        # a model's `setup` may change the working directory
+        self.run_dir = self.run_dir.absolute()
+        self.ckpt_path = self.ckpt_path and os.path.abspath(self.ckpt_path)
         os.environ[RUN_DIR_ENV] = str(self.run_dir)  # for the processes of `ddp`
 
     def make_trainer(self, options: Namespace) -> Trainer:

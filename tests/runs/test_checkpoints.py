@@ -41,6 +41,7 @@ def test_the_best_is_tested_and_the_last_has_the_fingerprint(
     assert out[-1].endswith(" sec/epoch on [device(type='cpu')]")
     weights = last(tmp_path / "a")["state_dict"]
     assert out[-2] == f"fingerprint: {fingerprint(list(weights.values()))}"
+    assert f"best checkpoint: {best}" in out
     weights_of_best = torch.load(best, map_location="cpu", weights_only=True)["state_dict"]
     assert not torch.equal(weights["net.1.bias"], weights_of_best["net.1.bias"])
     assert not [each for each in recwarn if "before the ``update`` method" in str(each.message)]
@@ -73,14 +74,19 @@ def test_weights_set_when_training_ends_are_in_the_last(
     ],
 )
 def test_which_checkpoint_is_the_best(
-    options: str, told: str, fit: Callable[..., int], own: Path, capfd: Any
+    options: str,
+    told: str,
+    fit: Callable[..., int],
+    own: Path,
+    capfd: Any,
+    recwarn: pytest.WarningsRecorder,
 ) -> None:
     """It is tested, before and after a resume. The test set does not choose it."""
     assert fit("--trainer.max_epochs=2", *options.split(), "--run_dir=a") == 0
     out = capfd.readouterr().out
     assert f"\n{told}" in out
-    unlogged = "\n--checkpoint.monitor=val_other was not logged; logged were: "
-    assert out.count(unlogged) == ("val_other" in options)
+    unlogged = "--checkpoint.monitor=val_other was not logged; logged were: "
+    assert any(unlogged in str(each.message) for each in recwarn) == ("val_other" in options)
     assert fit("--resume=a") == 0
     out = capfd.readouterr().out
     assert told in out
@@ -203,7 +209,6 @@ def test_a_best_checkpoint_that_is_damaged_or_gone(
     assert fit("--resume=run") == 2
     err = capfd.readouterr().err
     assert f"{best} cannot be read: it is damaged" in err and err.count("\n") == 1
-    assert "delete this file, and --resume tests" in err
     assert read_run_json(run)["end"]["state"] == "failed"
     best.unlink()
     assert fit("--resume=run") == 0
@@ -232,13 +237,8 @@ class Exports(Callback):
 @pytest.mark.parametrize(
     ("options", "code", "told"),
     [
-        ("", errno.ENOSPC, "epoch=0-step=7.ckpt'; once that is mended, go on with: "),
+        ("", errno.ENOSPC, "epoch=0-step=7.ckpt'; once that is mended, start again"),
         ("--trainer.callbacks+=own_more.Numpy", 0, "could not be read again: it holds objects of"),
-        (
-            "--trainer.callbacks+=own_more.Numpy --trainer.plugins=lightning.pytorch.plugins.io."
-            "AsyncCheckpointIO",
-            *(0, "could not be read again: it holds objects of"),
-        ),
     ],
 )
 def test_weights_that_cannot_be_kept_are_told(
