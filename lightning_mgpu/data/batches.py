@@ -22,7 +22,7 @@ from lightning_mgpu.seeds import new_generator
 from lightning_mgpu.shards.reader import ShardKeys, ShardReader, cut_indices, only_shard
 
 
-class GlobalBatchSampler(data.DistributedSampler, data.SequentialSampler):  # type: ignore[misc]
+class GlobalBatchSampler(data.DistributedSampler, data.SequentialSampler):
     """The order of the samples, in global batches.
 
     It is a `DistributedSampler`, so that Lightning calls `set_epoch` and injects no other sampler,
@@ -68,7 +68,7 @@ class GlobalBatchSampler(data.DistributedSampler, data.SequentialSampler):  # ty
             order = torch.randperm(len(order), generator=generator)
         return map(Tensor.tolist, self._split(order))
 
-    def __iter__(self) -> Iterator[ShardKeys]:
+    def __iter__(self) -> Iterator[ShardKeys]:  # type: ignore[override]
         self.seen_batch_indices: list[list[int]] = []
         here = range(self.rank, self.rank + 1)
         for number, batch in enumerate(self.whole_batches()):
