@@ -18,8 +18,7 @@ from lightning_mgpu.drawing.picture import draw, draw_times
 from lightning_mgpu.drawing.trace import Trace, trace
 from lightning_mgpu.tools import make_parser
 
-SOURCE = "d2l.ai, 'Parameter Servers' and 'Hardware'"  # NVLink with PCIe's latency
-LINKS = {  # seconds per message, and bytes per second in each direction
+LINKS = {  # seconds per message (NVLink's are PCIe's), bytes per second: d2l.ai, 'Hardware'
     "nvlink": (5e-6, 100e9),
     "pcie3": (5e-6, 16e9),
     "100gbe": (10e-6, 10e9),
@@ -39,17 +38,14 @@ def allreduce_command(arguments: list[str]) -> None:
     add("names", nargs="+", help="textbook, ring, top_k, ..., or the path of a function")
     add("--devices", type=int, choices=range(1, 65), metavar="N", default=4)
     add("--mb", type=float, default=160, help="of each device's tensor (default: 160, the book's)")
-    add("--link", choices=LINKS, default="pcie3", help=f"as in {SOURCE}")
-    add("--latency", type=float, help="seconds per message, instead of the link's")
-    add("--bandwidth", type=float, help="bytes per second, instead of the link's")
+    add("--link", choices=LINKS, default="pcie3", help="as in the book's 'Hardware'")
     add("--sweep", action="store_true", help="draw times: 2 to 64 devices, and 1 KB to 7 GB")
     add("--picture", default="allreduce.png")
     args = parser.parse_args(arguments)
     functions = {name: find(name) for name in args.names}
     if args.sweep and any(map(isgeneratorfunction, functions.values())):
         parser.error("--sweep: not for an exchange, which runs on matrices of one size")
-    latency, bandwidth = LINKS[args.link]
-    link = (latency if args.latency is None else args.latency, args.bandwidth or bandwidth)
+    link = LINKS[args.link]
 
     def run(name: str, k: int = args.devices, mb: float = args.mb) -> Trace:
         return trace(functions[name], k, max(1, round(mb * 1e6 / 4)))
@@ -60,7 +56,7 @@ def allreduce_command(arguments: list[str]) -> None:
             find("check_exchange")(function)
         else:
             check_allreduce(function, [torch.device("cpu")] * args.devices)
-    print(f"{1e6 * link[0]:g} us per message, {link[1] / 1e9:g} GB/s ({args.link}: {SOURCE})")
+    print(f"{1e6 * link[0]:g} us per message, {link[1] / 1e9:g} GB/s ({args.link})")
     traces = {name: run(name) for name in functions}
     for name, each in traces.items():
         n, ms, least = each.nbytes, each.milliseconds(*link), 2 * (each.k - 1) / each.k
