@@ -100,8 +100,7 @@ def config_of(ckpt_path: str, given: dict[str, Any]) -> dict[str, Any]:
     read_checkpoint(ckpt_path, bare=bool(given.get("weights")))
     path = config_beside(ckpt_path)
     if path is None and "model" not in given:
-        told = "is in no run directory, whose config.yaml names the model: give --model or --config"
-        raise UsageError(f"{ckpt_path} {told}")
+        raise UsageError(f"{ckpt_path} is in no run directory: give --config=FILE, or --model")
     config = read_config(str(path)) if path else {}
     return {key: config[key] for key in ("seed_everything", "model", "data") if key in config}
 

@@ -142,8 +142,7 @@ class TrainingCLI(LightningCLI):
         self.trainer = self.make_trainer(objects.trainer)
         started = os.environ.get("SLURM_NTASKS" if SLURMEnvironment.detect() else "WORLD_SIZE", "1")
         if int(started) > 1 and self.trainer.world_size == 1:
-            way = "--trainer.strategy=ddp joins as many as --trainer.devices"
-            raise UsageError(f"{started} processes would train a model of their own each: {way}")
+            raise UsageError(f"{started} processes would train alone: take --trainer.strategy=ddp")
 
     def choose_run_dir(self) -> None:
         """The directory of a new run, or that of the run to resume, and its last checkpoint."""
@@ -160,8 +159,7 @@ class TrainingCLI(LightningCLI):
         self.weights = None if self.ckpt_path else self.config.weights
         run = "" if trainer.fast_dev_run else str(self.run_dir)
         self.notes = {"run": run, "ckpt": self.ckpt_path or "", "weights": self.weights or ""}
-        # a model's `setup` may change the working directory
-        self.run_dir = self.run_dir.absolute()
+        self.run_dir = self.run_dir.absolute()  # as a model's `setup` may change the directory
         self.ckpt_path = self.ckpt_path and os.path.abspath(self.ckpt_path)
         os.environ[RUN_DIR_ENV] = str(self.run_dir)  # for the processes of `ddp`
 

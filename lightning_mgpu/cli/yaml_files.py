@@ -45,9 +45,8 @@ def read_config(name: str) -> dict[str, Any]:
 
 
 def dump_config(config: Any, in_one_line: bool = False) -> str:
-    content = without_unwritten(config)
     options: dict[str, Any] = {"sort_keys": False, "default_flow_style": in_one_line}
-    return str(yaml.safe_dump(content, allow_unicode=True, **options))
+    return str(yaml.safe_dump(without_unwritten(config), allow_unicode=True, **options))
 
 
 def without_unwritten(value: Any) -> Any:

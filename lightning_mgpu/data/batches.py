@@ -51,10 +51,8 @@ class GlobalBatchSampler(data.DistributedSampler, data.SequentialSampler):
         self.sizes = [*map(len, self._split(torch.arange(num_samples)))]
         self.smallest_batch = min(self.sizes, default=0)
         if self.smallest_batch < num_replicas:
-            raise ValueError(
-                f"data.batch_size={batch_size} leaves a global batch of {self.smallest_batch} of "
-                f"{num_samples} samples, too few for {num_replicas} processes: choose another one."
-            )
+            few = f"data.batch_size={batch_size} leaves a batch of only {self.smallest_batch}"
+            raise ValueError(f"{few} of {num_samples} samples for {num_replicas} processes.")
 
     @property
     def pass_seed(self) -> int:

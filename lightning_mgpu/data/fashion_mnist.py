@@ -54,8 +54,8 @@ class FashionMNIST(LightningDataModule):
         self.normalize, self.augment, self.device_resident = normalize, augment, device_resident
         self.crop_padding = crop_padding
         self.seed = int(os.environ.get("PL_GLOBAL_SEED", 0)) if seed is None else seed
-        if min(val_size, crop_padding) < 0:
-            raise ValueError(f"{val_size=}, {crop_padding=} of the data: take no number below 0.")
+        if val_size < 0:
+            raise ValueError(f"data.val_size={val_size}: choose 0, or more.")
         self.validates_on_test_set = val_size == 0
         self.origin = "SYNTHETIC images, not Fashion-MNIST"  # or where the files came from
 

@@ -152,8 +152,7 @@ class LastCheckpoint(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if self.weights:
-            left_out = load_weights(pl_module, self.weights)
-            if left_out and trainer.is_global_zero:
+            if (left_out := load_weights(pl_module, self.weights)) and trainer.is_global_zero:
                 print(f"{self.weights}: left out are {', '.join(left_out)}")
             self.weights = None  # `fit` ends with a test of other ones
         has = bool(trainer.ckpt_path)
@@ -197,10 +196,9 @@ class LastCheckpoint(Callback):
     ) -> None:
         if self.is_saving:
             metrics = dict(trainer.callback_metrics)  # ReduceLROnPlateau may read old ones
-            stopped = why_stopped(trainer)
-            checkpoint[KEY] = {"streams": VERSION, "why_stopped": stopped, "metrics": metrics}
             frozen = [name for name, p in pl_module.named_parameters() if not p.requires_grad]
-            checkpoint[KEY]["frozen"] = frozen
+            checkpoint[KEY] = {"streams": VERSION, "metrics": metrics, "frozen": frozen}
+            checkpoint[KEY]["why_stopped"] = why_stopped(trainer)
 
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]

@@ -47,8 +47,7 @@ def lock_run_dir(run_dir: Path) -> int:
         fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         os.close(directory)
-        told = "stop that process first; workers of a killed one end within seconds"
-        raise UsageError(f"{run_dir} is still running: {told}") from error
+        raise UsageError(f"{run_dir} is still running: stop that process first") from error
     except OSError:
         pass  # a network file system without locks
     return directory

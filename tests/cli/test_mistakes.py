@@ -178,7 +178,7 @@ def test_a_launchers_processes_train_one_model(
     assert capfd.readouterr().err.count("error: ") == 1
     assert main("fit", CPU, "--trainer.devices=1", "--trainer.strategy=manual_allreduce") == 2
     err = capfd.readouterr().err
-    assert "2 processes would train a model of their own each: --trainer.strategy=ddp joins" in err
+    assert "2 processes would train alone: take --trainer.strategy=ddp" in err
 
 
 def test_untrained_weights_are_told(main: Callable, root: Path) -> None:

@@ -70,7 +70,7 @@ def test_evaluation_sees_every_sample_once_in_order() -> None:
 
 
 def test_batches_that_cannot_be_shared_are_refused() -> None:
-    few = "data.batch_size={} leaves a global batch of {} of {} samples, too few for {} processes"
+    few = "data.batch_size={} leaves a batch of only {} of {} samples for {} processes"
     nothing = "{2} samples in batches of {0}: nothing to read"
     for args, options, told, numbers in (
         ((2, 4, 5), {"shuffle": True}, few, (4, 1, 5, 2)),

@@ -111,7 +111,7 @@ def test_evaluation_takes_a_checkpoint_alone(
     assert "Error(s) in loading state_dict for LeNet" in capfd.readouterr().err
     moved = (run / "checkpoints" / "last.ckpt").rename(run.parent / "last.ckpt")
     assert main("test", f"--ckpt_path={moved}", *where) == 2
-    assert "is in no run directory, whose config.yaml names the model" in capfd.readouterr().err
+    assert "is in no run directory: give --config=FILE, or --model" in capfd.readouterr().err
 
 
 def test_weights_of_another_run_with_any_settings(
