@@ -33,7 +33,7 @@ OPTIONS = {
     "--weights FILE": "fit: start from the weights in a checkpoint, with any other settings",
     "--ckpt_path FILE": "validate, test, predict: the checkpoint, which knows its model",
     "--output.curve false": "no curve.png; and so with header, lines, pictures, test",
-    "--help.all": "every option; --model.help, --data.help, --trainer.strategy.help=CLASS: of one",
+    "--help.all": "every option; --model.help, --data.help, --trainer.strategy.help=NAME: of one",
 }
 OVERVIEW = """\
 usage: {prog} SUBCOMMAND [options]

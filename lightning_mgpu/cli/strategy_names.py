@@ -32,6 +32,11 @@ def find_strategy(name: str) -> tuple[Callable[..., Strategy], dict[str, Any]]:
 def full_path(option: str) -> str:
     """`--trainer.strategy.allreduce=ring`: the option with the path of what has this short name."""
     flag, _, name = option.partition("=")
+    if flag == "--trainer.strategy.help" and name in StrategyRegistry:
+        config = strategy_config(name)
+        options = "".join(f" {key}={value}" for key, value in config["init_args"].items())
+        print(f"{name}: {config['class_path']}{options}\n")
+        return f"{flag}={config['class_path']}"
     pattern = OUR_FUNCTIONS.get(last_part(flag), "")
     path = pattern.format(name)
     return f"{flag}={path}" if pattern and pydoc.locate(path) else option

@@ -13,7 +13,7 @@ import yaml
 from jsonargparse import Namespace
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer, callbacks
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
-from lightning.pytorch.loggers.logger import DummyLogger, Logger
+from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
@@ -30,7 +30,7 @@ from lightning_mgpu.devices import devices
 from lightning_mgpu.processes import ProcessEnded
 from lightning_mgpu.runs import checkpoints
 from lightning_mgpu.runs.directory import RUN_DIR_ENV, name_run_dir
-from lightning_mgpu.runs.metrics import summarize
+from lightning_mgpu.runs.metrics import NoLogger, summarize
 from lightning_mgpu.runs.record import RunRecord, fingerprint
 from lightning_mgpu.runs.resume import find_last, refuse_changes
 from lightning_mgpu.runs.wandb_run import WandbOptions
@@ -154,8 +154,8 @@ class TrainingCLI(LightningCLI):
             parts = map(last_part, (self.config.model.class_path, *words))
             self.run_dir = name_run_dir(self.config.run_dir, trainer.default_root_dir, *parts)
         else:
-            self.run_dir = self.options.run_dir
-            self.ckpt_path, self.num_steps = find_last(self.run_dir, self.options.base)
+            self.run_dir, base = self.options.run_dir, self.options.base
+            self.ckpt_path, self.num_steps = find_last(self.run_dir, base, trainer.max_epochs)
         self.weights = None if self.ckpt_path else self.config.weights
         run = "" if trainer.fast_dev_run else str(self.run_dir)
         self.notes = {"run": run, "ckpt": self.ckpt_path or "", "weights": self.weights or ""}
@@ -183,11 +183,13 @@ class TrainingCLI(LightningCLI):
             "default_root_dir": str(self.run_dir),
             "enable_checkpointing": True,  # as RunOutput is a Checkpoint
             "enable_progress_bar": options.enable_progress_bar is not False and any(bars),
-            "logger": [DummyLogger()] if is_dev_run else loggers,
+            "logger": loggers,
             "plugins": [*as_list(options.plugins), checkpoints.WholeFiles()],
         }
         with constructor_errors(TypeError):
             trainer = Trainer(**{**options, **changes})
+        if is_dev_run:
+            trainer.loggers = [NoLogger()]
         return trainer
 
     def run(self) -> None:
@@ -251,7 +253,9 @@ class TrainingCLI(LightningCLI):
             way_on = f"go on with: {command()} fit --resume={shlex.quote(self.notes['run'])}"
         if isinstance(error, (KeyboardInterrupt, SystemExit)):
             print_once(f"stopped; {way_on}")
-            return SystemExit(130)  # Lightning exits with 1 in its handler of Ctrl-C
+            # Lightning exits with 1 in its handler of Ctrl-C
+            is_ctrl_c = KeyboardInterrupt in (type(error), type(error.__context__))
+            return SystemExit(130 if is_ctrl_c else 1)
         if isinstance(error, ProcessEnded) or "/gloo/transport/" in str(error):
             return ProcessEnded(f"{str(error).partition('. This is ')[0]}; {way_on}")
         if isinstance(error, OSError):

@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.loggers.logger import DummyExperiment, DummyLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lightning_mgpu.tools import replacing
@@ -18,7 +18,23 @@ STAGE_AND_METRIC = re.compile(r"(train|val)(?:ing|id|idation)?[/_.](.+)")  # `tr
 Points = dict[str, dict[int, float]]  # by the metric's name: epoch (from 1) -> value
 
 
-class MetricsFile(DummyLogger):
+class NoExperiment(DummyExperiment):
+    """Takes every attribute, call and item, as W&B's run does. Lightning's takes no nested one."""
+
+    def __getattr__(self, _: Any) -> Any:
+        return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self
+
+
+class NoLogger(DummyLogger):
+    def __init__(self) -> None:
+        super().__init__()
+        self._experiment = NoExperiment()
+
+
+class MetricsFile(NoLogger):
     """Writes `metrics.csv`; of a resumed run, rows after `num_steps` go, as they come again."""
 
     def __init__(self, run_dir: Path, num_steps: int | None) -> None:

@@ -51,7 +51,9 @@ class RunRecord(Callback):
             if isinstance(callback, ModelCheckpoint):  # else in the first logger's directory
                 callback.dirpath = callback.dirpath or str(self.run_dir / "checkpoints")
         if self.wandb_options is not None:
-            trainer.loggers = [*trainer.loggers, MetricsFile(self.run_dir, self.num_steps)]
+            loggers = [*trainer.loggers, MetricsFile(self.run_dir, self.num_steps)]
+            # only the first process has the experiment of another one
+            trainer.loggers = loggers if trainer.is_global_zero else loggers[::-1]
         if self.lock is None:
             return
         if not (before := read_run_json(self.run_dir)):  # of a resumed run

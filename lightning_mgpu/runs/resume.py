@@ -24,7 +24,9 @@ def refuse_changes(run_dir: Path, before: dict[str, Any], now: dict[str, Any]) -
             raise UsageError(f"--{key}={new.get(key)}: {told}, or start a new run by --weights")
 
 
-def find_last(run_dir: Path, config: dict[str, Any]) -> tuple[str | None, int]:
+def find_last(
+    run_dir: Path, config: dict[str, Any], max_epochs: int | None
+) -> tuple[str | None, int]:
     """The `last.ckpt` of a run and its steps; none if it was stopped in its first epoch."""
     path = run_dir / "checkpoints" / LAST
     if not path.exists():
@@ -35,4 +37,7 @@ def find_last(run_dir: Path, config: dict[str, Any]) -> tuple[str | None, int]:
     if checkpoint.get(KEY, {}).get("streams") != VERSION:
         raise UsageError(f"{path} is of another version: start a new run with --weights={path}")
     loop = checkpoint["loops"]["fit_loop"]
+    trained = loop["epoch_progress"]["current"]["processed"]
+    if max_epochs is not None and 0 <= max_epochs < trained:
+        raise UsageError(f"--trainer.max_epochs={max_epochs}: {run_dir} has trained {trained}")
     return str(path), loop["epoch_loop.state_dict"]["_batches_that_stepped"]

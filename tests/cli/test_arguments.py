@@ -99,6 +99,7 @@ def test_help_shows_the_options_people_use_first(main: Callable, capfd: Any) -> 
         ("fit", "--help"): "--trainer.devices N",
         ("fit", "--help.all"): "--trainer.gradient_clip_val",
         ("fit", "--trainer.strategy.help=ManualAllreduceStrategy"): "--trainer.strategy.replicas",
+        ("fit", "--trainer.strategy.help=exchange_diloco"): "every=16 outer_lr=0.7",
         ("fit", "--model=ResNet18", "--model.help"): "--model.in_channels",
         ("fit", "--data.help"): "--data.crop_padding",
     }.items():
