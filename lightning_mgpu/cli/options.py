@@ -55,8 +55,6 @@ def read_options(subcommand: str, args: Sequence[str]) -> Options:
         run_dir = find_run(resumed[-1])
         base = read_config(str(run_dir / CONFIG))
         base.setdefault("weights", read_run_json(run_dir).get("weights"))
-        if given.get("run_dir") and Path(given["run_dir"]) != run_dir:
-            raise UsageError(f"--run_dir={given['run_dir']}: the run to resume is in {run_dir}")
     else:
         path = ckpt_path or given.get("weights")
         base = read_default_config() | (config_of(path, given) if path else {})

@@ -231,7 +231,6 @@ def test_a_copied_run_has_no_best_epoch(fit: Callable[..., int], capfd: Any) -> 
         ("--model.lr=0.3", "--model.lr=0.3: run has 0.1, which stays"),
         ("--trainer.callbacks+=DeviceStatsMonitor", "run has None, which stays"),
         ("--run_dir=run", "--run_dir=run: run has None, which stays: leave the option out"),
-        ("--run_dir=other", "--run_dir=other: the run to resume is in run"),
         ("--ckpt_path=run/checkpoints/last.ckpt", "--ckpt_path: `fit` goes on by --resume=RUN"),
         ("--trainer.max_epochs=1", "--trainer.max_epochs=1: run has trained 2"),
     ],
