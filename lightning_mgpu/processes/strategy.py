@@ -230,15 +230,14 @@ class ProcessPerDeviceStrategy(DDPStrategy):
         names: Sequence[str] = (),
         **own: int,
     ) -> np.ndarray:
-        """A meeting that compares what processes must have alike.
+        """A meeting that compares what processes must have alike: the `own` values are of FACTS.
 
         Returns the bytes `beside` the facts, of all processes: (P, n).
 
         Raises:
-            RuntimeError: If processes differ in their batches, the names, or the parameters.
+            RuntimeError: If processes differ in one of the facts.
         """
-        facts = dict.fromkeys(FACTS, 0) | own
-        facts["names"] = crc32(repr(names).encode())
+        facts = dict.fromkeys(FACTS, 0) | {"names": crc32(repr(names).encode())} | own
         for each in self.passes():
             for name, value in each.facts.items():
                 facts[name] += value
