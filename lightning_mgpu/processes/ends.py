@@ -4,22 +4,17 @@ A process waits in Python: in C++ it would see neither Ctrl-C nor SIGTERM.
 """
 
 import atexit
-import ctypes
 import os
-import signal
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-MAIN_PROCESS = "LIGHTNING_MGPU_MAIN_PROCESS"  # the id of the one that starts the others
-SET_DEATH_SIGNAL = 1  # of prctl
+ENDED = "has ended: see any message above, or whether there is enough memory"
 CAUSES = (
     "Commonest causes: it needs longer, for example for a download; or only one process saves a "
     "checkpoint, sets `should_stop` or logs with sync_dist=True; or only "
@@ -40,35 +35,25 @@ def wait(strategy: Any, late: Callable[[], Sequence[int]]) -> None:
     Raises:
         ProcessEnded: After the strategy's timeout, or when another process has ended.
     """
-    timeout, waited = strategy._timeout.total_seconds(), 0.0
+    timeout, cells = strategy._timeout.total_seconds(), strategy.cells
     start = looked = time.monotonic()
     while late():
         now = time.monotonic()
         is_brief = now < start + 0.05  # later another program may use the core
-        os.sched_yield() if strategy.has_cores and is_brief else time.sleep(5e-5)
+        os.sched_yield() if cells and cells.has_cores and is_brief else time.sleep(5e-5)
         if now < looked + 0.5:
             continue
-        waited += min(now - looked, 1.0)  # a job may have been suspended meanwhile
         looked = now
         if strategy.module.trainer.received_sigterm:  # Lightning would end after this step
             raise SIGTERMException
         missing = late()
-        for process in missing if strategy.process_ids else ():
-            if not is_alive(strategy.process_ids[process]):
-                raise ProcessEnded(describe_end(strategy, process))
-        if missing and waited > timeout:
+        for process in missing if cells else ():
+            # one that has ended has no program, also before its parent has looked
+            if not os.path.exists(f"/proc/{cells.process_ids[process]}/exe"):
+                raise ProcessEnded(f"process {process} {ENDED}")
+        if missing and now > start + timeout:
             who = " or ".join(map(str, missing))
             raise ProcessEnded(f"waited {timeout:.0f} s (`timeout`) for process {who}. {CAUSES}.")
-
-
-def num_cores() -> float:
-    """The cores of this process: those that it may run on, or its container's quota of time."""
-    cores: float = len(os.sched_getaffinity(0))
-    with suppress(OSError, ValueError):  # without a quota there is no file, or `max`
-        group = Path("/proc/self/cgroup").read_text().rpartition("::/")[2].strip()
-        quota, period = Path("/sys/fs/cgroup", group, "cpu.max").read_text().split()
-        cores = min(cores, int(quota) / int(period))
-    return cores
 
 
 def handle_signals(trainer: Any) -> None:
@@ -93,37 +78,11 @@ def handle_signals(trainer: Any) -> None:
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
 
 
-def is_alive(process_id: int) -> bool:
-    try:
-        state = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state not in "ZX"  # one that has ended stays until its parent has looked
-
-
-def describe_end(strategy: Any, process: int) -> str:
-    """Say that a process has ended, and how, if this one has started it."""
-    started = getattr(strategy.launcher, "procs", ())
-    code = started[process - 1].poll() if started else None
-    if code is not None and code < 0:
-        cause = " (is there enough memory?)" if code == -signal.SIGKILL else ""
-        return f"process {process} was ended by {signal.Signals(-code).name}{cause}"
-    return f"process {process} has ended: see any message above"
-
-
-def end_with_main_process(is_on: bool = True) -> None:
-    """Let the system end this process when the one that has started it ends."""
-    if MAIN_PROCESS in os.environ and hasattr(os, "memfd_create"):  # on Linux
-        ctypes.CDLL(None).prctl(SET_DEATH_SIGNAL, signal.SIGKILL if is_on else 0)
-        if is_on and str(os.getppid()) != os.environ[MAIN_PROCESS]:
-            raise ProcessEnded("the main process has ended")
-
-
 @cache
 def host_group(world: Any, timeout: Any) -> Any:
     """A gloo group of all processes: one for all Trainers of a script, as it has threads."""
     atexit.register(destroy_groups)
-    return dist.new_group(backend="gloo", timeout=timeout)
+    return dist.new_group(backend="gloo", timeout=2 * timeout)  # `wait` ends first, and says why
 
 
 def destroy_groups() -> None:

@@ -16,10 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_mgpu.processes.ends import CAUSES, ProcessEnded, wait
+from lightning_mgpu.processes.ends import CAUSES, ENDED, ProcessEnded, wait
 
-CELL = 4096  # bytes in shared memory; what does not fit follows in a message
-MESSAGE = 1024  # bytes of a first message
+CELL = 1024  # bytes, of which 8 are for a count; what does not fit follows in a message
 HEADER = np.dtype([("length", np.int64), ("purpose", "S24")])
 
 
@@ -29,7 +28,7 @@ def gather(strategy: Any, row: np.ndarray, purpose: str) -> np.ndarray:
     Raises:
         ProcessEnded: If another process brings a row for another purpose, or has ended.
     """
-    size = (MESSAGE if strategy.cells is None else CELL - 8) - HEADER.itemsize
+    size = CELL - 8 - HEADER.itemsize
     header = np.array([(len(row), purpose.encode())], HEADER)
     cell = np.zeros(HEADER.itemsize + size, np.uint8)
     cell[: HEADER.itemsize] = header.view(np.uint8)
@@ -67,14 +66,12 @@ def start_sending(strategy: Any, row: np.ndarray, group: Any) -> Callable[[], np
 def finish(strategy: Any, work: Any, is_on_host: bool = True) -> None:
     """Wait for a message on its way, in Python; for one between GPUs, let the device wait."""
     others = [each for each in range(strategy.world_size) if each != strategy.global_rank]
+    if is_on_host:
+        wait(strategy, lambda: () if work.is_completed() else others)
     try:
-        if is_on_host:
-            wait(strategy, lambda: () if work.is_completed() else others)
         work.wait()
     except RuntimeError as error:
-        if isinstance(error, ProcessEnded):
-            raise
-        raise ProcessEnded("another process has ended: see any message above") from error
+        raise ProcessEnded(f"another process {ENDED}") from error
 
 
 def share_memory(strategy: Any, num_bytes: int) -> Tensor | None:
@@ -111,6 +108,8 @@ class Cells:
         cells = memory.numpy().reshape(2, strategy.world_size, CELL)
         self.counts, self.rows = cells[..., :8].view(np.int64)[..., 0], cells[..., 8:]
         self.strategy, self.count = strategy, 0
+        self.process_ids = strategy.gather(np.array([os.getpid()]), "process ids")[:, 0].tolist()
+        self.has_cores = len(os.sched_getaffinity(0)) >= strategy.world_size
 
     def gather(self, cell: np.ndarray) -> np.ndarray:
         self.count += 1

@@ -3,11 +3,11 @@
 Launching, ranks and collectives are DDPStrategy's. There is no DDP wrapper.
 """
 
-import os
+import atexit
 import random
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 from zlib import crc32
 
@@ -18,30 +18,17 @@ from lightning.fabric.utilities.data import _auto_add_worker_init_fn
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 from lightning.pytorch import Trainer
-from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 
-from lightning_mgpu.processes.ends import (
-    MAIN_PROCESS,
-    ProcessEnded,
-    end_with_main_process,
-    handle_signals,
-    host_group,
-    num_cores,
-)
+from lightning_mgpu.processes.ends import ProcessEnded, handle_signals, host_group
 from lightning_mgpu.processes.meeting import CELL, Cells, gather, send_to_all, share_memory
 from lightning_mgpu.shards.checksum import checksum
 from lightning_mgpu.shards.loader import Pass, ShardLoader
-from lightning_mgpu.shards.split_batch import num_samples
 
 DIFFER = "the processes do not run the same program"
-WEIGHTS_DIFFER = (
-    "an edit that depends on the rank, a value logged without sync_dist=True, or `loss.backward()` "
-    "in the place of `self.manual_backward(loss)`"
-)
 FACTS = {
     "seed": "draws other random numbers. Call seed_everything first, and draw as many everywhere",
     "batches": "has other batches. Seed all alike, and do not split a dataset by rank",
@@ -61,13 +48,14 @@ class ProcessPerDeviceStrategy(DDPStrategy):
     replicas: int | None = None
     host_group: Any = None  # for meetings
     cells: Cells | None = None  # for meetings in shared memory
-    process_ids: Sequence[int] = ()  # of all, where they share memory
     num_passes = 0  # over loaders
     _kept: dict[str, Any] | None = None  # states of generators, in a step or an evaluation
     is_in_step = False  # of one of several replicas
-    has_cores = False  # one for each process
     _averaged: Sequence[Any] = ()  # logged values of an evaluation
-    why_weights_differ = WEIGHTS_DIFFER
+    why_weights_differ = (
+        "an edit that depends on the rank, a value logged without sync_dist=True, or "
+        "`loss.backward()` in the place of `self.manual_backward(loss)`"
+    )
 
     @property
     def module(self) -> Any:
@@ -98,46 +86,31 @@ class ProcessPerDeviceStrategy(DDPStrategy):
         return self.world_size == 1
 
     @property
-    def starts_processes(self) -> bool:
-        """Whether the first process starts the others, and not torchrun or SLURM."""
-        return isinstance(self.cluster_environment, LightningEnvironment)
-
-    @property
     def is_one_machine(self) -> bool:
         """Whether several processes may have memory in common."""
         return self.num_nodes == 1 and not self.is_alone
 
     def _configure_launcher(self) -> None:
-        if self.is_alone:  # one process needs no launcher and no process group
-            return
-        super()._configure_launcher()
-        if self.local_rank == 0 and self.starts_processes:
-            os.environ[MAIN_PROCESS] = str(os.getpid())
+        if not self.is_alone:  # one process needs no launcher and no process group
+            super()._configure_launcher()
 
     def setup_environment(self) -> None:
         if self.num_replicas % self.world_size:
             raise MisconfigurationException(
                 f"replicas={self.replicas} must be a multiple of the {self.world_size} processes."
             )
-        environment: Any = self.cluster_environment
-        group = dist.get_world_size() if dist.is_initialized() else 0
-        if (running := group or environment.world_size()) != self.world_size:
+        running = dist.get_world_size() if dist.is_initialized() else super().world_size
+        if running != self.world_size:
             raise MisconfigurationException(
                 f"This Trainer wants {self.world_size} of {running} processes, which would train "
                 "apart: give all Trainers of a script as many devices as have been launched."
             )
-        if self.is_alone:
-            Strategy.setup_environment(self)
-            self.set_world_ranks()
-        else:
-            if self.local_rank > 0 and self.starts_processes:
-                end_with_main_process()
+        super().setup_environment()
+
+    def setup_distributed(self) -> None:
+        if not self.is_alone:
             with isolate_rng():  # it would seed the generators again
-                try:
-                    super().setup_environment()
-                except dist.DistStoreError as error:
-                    what = f"not all processes have started within `timeout`, {self._timeout}"
-                    raise ProcessEnded(f"{what}: see any message above") from error
+                super().setup_distributed()
             self.host_group = host_group(dist.group.WORLD, self._timeout)
 
     def setup(self, trainer: Trainer) -> None:
@@ -146,16 +119,12 @@ class ProcessPerDeviceStrategy(DDPStrategy):
         handle_signals(trainer)
         self._kept = None  # an evaluation may have failed
         if self.is_one_machine:
-            self.has_cores = num_cores() >= self.world_size
-            ids = self.gather(np.array([os.getpid()]), "process ids")[:, 0].tolist()
             memory = share_memory(self, 2 * self.world_size * CELL)
-            if memory is not None:
-                self.cells, self.process_ids = Cells(self, memory), ids
+            self.cells = None if memory is None else Cells(self, memory)
         Strategy.setup(self, trainer)
-        known = set(map(id, self.module.parameters()))
-        used = [p for o in self.optimizers for group in o.param_groups for p in group["params"]]
+        used = {p for o in self.optimizers for group in o.param_groups for p in group["params"]}
         is_fitting = trainer.state.fn == TrainerFn.FITTING
-        if is_fitting and self.num_replicas > 1 and not known.issuperset(map(id, used)):
+        if is_fitting and self.num_replicas > 1 and not used <= {*self.module.parameters()}:
             raise MisconfigurationException(
                 "An optimizer has a parameter that the module does not have: assign its layer to "
                 "an attribute, or put it into a ModuleList."
@@ -166,8 +135,7 @@ class ProcessPerDeviceStrategy(DDPStrategy):
 
     def share_generators(self) -> None:
         """What hooks and samplers draw from here on, they draw alike in all processes."""
-        if not self.is_alone:
-            _set_rng_states(self.broadcast(_collect_rng_states(include_cuda=False)))
+        _set_rng_states(self.broadcast(_collect_rng_states(include_cuda=False)))
 
     def on_train_start(self) -> None:
         self.share_generators()
@@ -193,12 +161,11 @@ class ProcessPerDeviceStrategy(DDPStrategy):
         """For what loaders draw meanwhile: as on one device, they move the kept ones."""
         if self._kept is None:
             yield
-        else:
-            current = _collect_rng_states(include_cuda=False)
+            return
+        with isolate_rng(include_cuda=False):
             _set_rng_states(self._kept)
             yield
             self._kept |= _collect_rng_states(include_cuda=False)
-            _set_rng_states(current)
 
     def _setup_model(self, model: nn.Module) -> Any:
         """The first process's weights and buffers become those of all."""
@@ -206,19 +173,21 @@ class ProcessPerDeviceStrategy(DDPStrategy):
             tensor.data.copy_(self.broadcast(tensor.data.cpu()))
         return model
 
-    def gather(self, row: np.ndarray, purpose: str) -> np.ndarray:
-        """Rows (n,) of all processes, on the host: (P, n). The purpose is compared."""
+    def gather(self, row: np.ndarray, purpose: str = "") -> np.ndarray:
+        """Rows (n,) of all processes, on the host: (P, n). The purpose is compared.
+
+        Without a purpose, processes must be at the same place, and rows equally long.
+        """
         sent = np.ascontiguousarray(row).reshape(-1).view(np.uint8)
         # one with an exception on its way does not wait, so that its exception is seen
         if self.is_alone or self.host_group is None or self.module.trainer.interrupted:
-            return np.tile(sent, (self.world_size, 1)).view(row.dtype)
-        return gather(self, sent, purpose).view(row.dtype)
+            rows = np.tile(sent, (self.world_size, 1))
+        else:
+            rows = gather(self, sent, purpose) if purpose else send_to_all(self, sent)
+        return rows.view(row.dtype)
 
     def send(self, row: np.ndarray) -> np.ndarray:
-        """As `gather`, where all processes are at the same place, and rows equally long."""
-        if self.is_alone or self.module.trainer.interrupted:
-            return np.tile(row, (self.world_size, 1))
-        return send_to_all(self, row.view(np.uint8)).view(row.dtype)
+        return self.gather(row)
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         self.gather(np.zeros(1, np.uint8), "barrier")
@@ -259,10 +228,8 @@ class ProcessPerDeviceStrategy(DDPStrategy):
     def process_dataloader(self, dataloader: Any) -> Any:
         if isinstance(dataloader, ShardLoader):  # of an earlier fit, in a CombinedLoader
             dataloader = dataloader.loader
-        trains = self.module.trainer.training
-        if not self.is_alone:
-            _auto_add_worker_init_fn(dataloader, 0)  # workers seeded alike in all processes
-        return ShardLoader(dataloader, self, trains)
+        _auto_add_worker_init_fn(dataloader, 0)  # workers seeded alike in all processes
+        return ShardLoader(dataloader, self, trains=self.module.trainer.training)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         return self._evaluate(super().validation_step, *args, **kwargs)
@@ -279,10 +246,13 @@ class ProcessPerDeviceStrategy(DDPStrategy):
             return step(*args, **kwargs)
         for value in self._averaged:  # as it was logged: Lightning compares
             value.meta.sync.should = False
-        results: Any = self.module.trainer._results or {}
-        running = self.passes()
-        if results and len(running) == 1:  # not what Lightning takes a batch's shape for
-            results.batch_size = self._count_samples_here(running[0], args[0])
+        trainer, running = self.module.trainer, self.passes()
+        results: Any = trainer._results or {}
+        if results and len(running) == 1 and running[0].read and not running[0].has_rows:
+            # the shape of a batch does not tell, but the indices do; one may be read ahead
+            ahead = len(getattr(trainer._active_loop._data_fetcher, "batches", ()))
+            keys = running[0].read[-1 - ahead]
+            results.batch_size = sum(map(len, keys.indices)) if keys else None
         output = step(*args, **kwargs)
         logged = {n: v for n, v in results.items() if v.is_tensor and "_step" in v.meta.fx}
         synced = {n: v.meta.sync for n, v in logged.items() if not v.meta.sync.rank_zero_only}
@@ -291,16 +261,6 @@ class ProcessPerDeviceStrategy(DDPStrategy):
             value.meta.sync.should = True
         self.compare_facts("an evaluation's step", names=[*synced])
         return output
-
-    def _count_samples_here(self, running: Pass, batch: Any) -> int | None:
-        """The rows of an evaluation's batch; its indices, if its shape does not tell."""
-        if running.has_rows:
-            with suppress(ValueError):
-                return num_samples(batch)
-        fetcher: Any = self.module.trainer._active_loop._data_fetcher
-        ahead = len(getattr(fetcher, "batches", ()))
-        keys = running.read[-1 - ahead] if len(running.read) > ahead else None
-        return sum(map(len, keys.indices)) if keys else None
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """As DDPStrategy's, with exact means of integers: Lightning's counts of samples."""
@@ -340,10 +300,13 @@ class ProcessPerDeviceStrategy(DDPStrategy):
                 f"{self.why_weights_differ}."
             )
 
+    def on_exception(self, exception: BaseException) -> None:
+        if isinstance(exception, ProcessEnded):  # one of the others may hang
+            atexit.register(self.launcher.kill, signal.SIGKILL)  # type: ignore[union-attr]
+
     def teardown(self) -> None:
         if self.host_group is None and not self.is_alone:  # it has only started ("fork") the others
             self.launcher.kill(signal.SIGKILL)  # type: ignore[union-attr]
         self.barrier()  # the main process does not leave a worker that still works
-        end_with_main_process(False)
-        self.cells, self.process_ids = None, ()  # memory that a garbage collector would keep
+        self.cells = None  # memory that a garbage collector would keep
         super().teardown()

@@ -1,7 +1,6 @@
 """Rows of all processes, in shared memory and by messages."""
 
 from datetime import timedelta
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,11 +8,10 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from lightning_mgpu.processes import ends
 from lightning_mgpu.processes.meeting import CELL, Cells, gather, share_memory
 from tests.strategies.conftest import attempt, rank, run_in_processes, world_size
 
-LENGTHS = [0, 1, 900, 1024, 4000, 4096, 9000]  # a cell has 4,096 bytes, a message 1,024
+LENGTHS = [0, 1, 900, 1024, 4000, 4096, 9000]  # a cell has 1,024 bytes
 
 
 def new_strategy(in_memory: bool) -> Any:
@@ -26,8 +24,6 @@ def new_strategy(in_memory: bool) -> Any:
         world_size=world_size(),
         global_rank=rank(),
         is_global_zero=rank() == 0,
-        process_ids=(),
-        has_cores=False,
         _timeout=timedelta(seconds=3),
         module=SimpleNamespace(trainer=SimpleNamespace(received_sigterm=False)),
     )
@@ -71,28 +67,3 @@ def test_rows_come_to_all_and_places_are_compared(k: int, in_memory: bool) -> No
         assert all(said.startswith("ProcessEnded: the processes are at") for said in found), found
         assert f"different places ({', '.join(places)}). Commonest" in found[0] == found[2]
         assert "\n" not in "".join(found)
-
-
-@pytest.mark.parametrize(
-    ("group", "quota", "expected"),
-    [
-        ("/", "50000 100000", 0.5),
-        ("/a/b", "9900000 100000", 2),
-        ("/", "max 100000", 2),
-        ("/", "", 2),
-    ],
-)
-def test_cores_of_a_container(
-    group: str, quota: str, expected: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without a quota, they are those that the process may run on."""
-    monkeypatch.setattr(
-        ends, "Path", lambda *parts: tmp_path.joinpath(*(p.lstrip("/") for p in parts))
-    )
-    monkeypatch.setattr(ends.os, "sched_getaffinity", lambda _: {0, 1})
-    (directory := tmp_path / "sys/fs/cgroup" / group.lstrip("/")).mkdir(parents=True)
-    (tmp_path / "proc/self").mkdir(parents=True)
-    (tmp_path / "proc/self/cgroup").write_text(f"1:cpu:/other\n0::{group}\n")
-    if quota:
-        (directory / "cpu.max").write_text(quota + "\n")
-    assert ends.num_cores() == expected
