@@ -9,6 +9,7 @@ import os
 import secrets
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,8 +19,9 @@ from torch import Tensor
 
 from lightning_mgpu.processes.ends import CAUSES, ENDED, ProcessEnded, wait
 
-CELL = 1024  # bytes, of which 8 are for a count; what does not fit follows in a message
-HEADER = np.dtype([("length", np.int64), ("purpose", "S24")])
+ROW = 1024  # bytes; what does not fit follows in a message
+CELL = np.dtype([("length", np.int64), ("purpose", "S24"), ("row", np.uint8, ROW)])
+SLOT = np.dtype([("count", np.int64), ("cell", CELL)])  # of shared memory
 
 
 def gather(strategy: Any, row: np.ndarray, purpose: str) -> np.ndarray:
@@ -28,26 +30,24 @@ def gather(strategy: Any, row: np.ndarray, purpose: str) -> np.ndarray:
     Raises:
         ProcessEnded: If another process brings a row for another purpose, or has ended.
     """
-    size = CELL - 8 - HEADER.itemsize
-    header = np.array([(len(row), purpose.encode())], HEADER)
-    cell = np.zeros(HEADER.itemsize + size, np.uint8)
-    cell[: HEADER.itemsize] = header.view(np.uint8)
-    cell[HEADER.itemsize :][: len(row)] = row[:size]
-    cells = strategy.cells.gather(cell) if strategy.cells else send_to_all(strategy, cell)
-    headers = cells[:, : HEADER.itemsize].copy().view(HEADER)[:, 0]
-    if (headers != header).any():
-        places = [f"process {i}: {each['purpose'].decode()}" for i, each in enumerate(headers)]
+    cell = np.zeros(1, CELL)
+    cell["length"], cell["purpose"] = len(row), purpose.encode()
+    cell["row"][0, : len(row)] = row[:ROW]
+    meet = strategy.cells.gather if strategy.cells else partial(send_to_all, strategy)
+    cells = meet(cell)[:, 0]
+    if any((cells[field] != cell[field]).any() for field in ("length", "purpose")):
+        places = [f"process {i}: {each.decode()}" for i, each in enumerate(cells["purpose"])]
         where = ", ".join(places)
         raise ProcessEnded(f"the processes are at different places ({where}). {CAUSES}.")
-    rows = cells[:, HEADER.itemsize :][:, : len(row)]
-    if len(row) > size:
-        rows = np.concatenate([rows, send_to_all(strategy, row[size:])], axis=1)
+    rows = cells["row"][:, : len(row)]
+    if len(row) > ROW:
+        rows = np.concatenate([rows, send_to_all(strategy, row[ROW:])], axis=1)
     return np.ascontiguousarray(rows)
 
 
 def send_to_all(strategy: Any, row: np.ndarray) -> np.ndarray:
     """Rows of equal length, (P, n), by a message: all at once, not around a ring."""
-    return start_sending(strategy, row, strategy.host_group)()
+    return start_sending(strategy, row.view(np.uint8), strategy.host_group)().view(row.dtype)
 
 
 def start_sending(strategy: Any, row: np.ndarray, group: Any) -> Callable[[], np.ndarray]:
@@ -98,15 +98,14 @@ def share_memory(strategy: Any, num_bytes: int) -> Tensor | None:
 
 
 class Cells:
-    """The cells of all processes in shared memory: a count of the meetings, and bytes.
+    """The cells of all processes in shared memory, each beside a count of the meetings.
 
     There are two sets, used in turn, because another process may still read those of the last
     meeting.
     """
 
     def __init__(self, strategy: Any, memory: Tensor) -> None:
-        cells = memory.numpy().reshape(2, strategy.world_size, CELL)
-        self.counts, self.rows = cells[..., :8].view(np.int64)[..., 0], cells[..., 8:]
+        self.slots = memory.numpy().view(SLOT).reshape(2, strategy.world_size, 1)
         self.strategy, self.count = strategy, 0
         self.process_ids = strategy.gather(np.array([os.getpid()]), "process ids")[:, 0].tolist()
         self.has_cores = len(os.sched_getaffinity(0)) >= strategy.world_size
@@ -114,10 +113,11 @@ class Cells:
     def gather(self, cell: np.ndarray) -> np.ndarray:
         self.count += 1
         now, rank = self.count, self.strategy.global_rank
-        counts, rows = self.counts[now % 2], self.rows[now % 2]
-        rows[rank] = cell
-        os.sched_yield()  # a fence: others see the row before the count
+        slots = self.slots[now % 2]
+        counts, cells = slots["count"], slots["cell"]
+        cells[rank] = cell
+        os.sched_yield()  # a fence: others see the cell before the count
         counts[rank] = now
         wait(self.strategy, lambda: np.flatnonzero(counts < now).tolist())
         os.sched_yield()
-        return rows
+        return cells

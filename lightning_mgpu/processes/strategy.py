@@ -24,7 +24,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 
 from lightning_mgpu.processes.ends import ProcessEnded, handle_signals, host_group
-from lightning_mgpu.processes.meeting import CELL, Cells, gather, send_to_all, share_memory
+from lightning_mgpu.processes.meeting import SLOT, Cells, gather, send_to_all, share_memory
 from lightning_mgpu.shards.checksum import checksum
 from lightning_mgpu.shards.loader import Pass, ShardLoader
 
@@ -119,7 +119,7 @@ class ProcessPerDeviceStrategy(DDPStrategy):
         handle_signals(trainer)
         self._kept = None  # an evaluation may have failed
         if self.is_one_machine:
-            memory = share_memory(self, 2 * self.world_size * CELL)
+            memory = share_memory(self, 2 * self.world_size * SLOT.itemsize)
             self.cells = None if memory is None else Cells(self, memory)
         Strategy.setup(self, trainer)
         used = {p for o in self.optimizers for group in o.param_groups for p in group["params"]}
@@ -131,14 +131,8 @@ class ProcessPerDeviceStrategy(DDPStrategy):
             )
         if self._start_method == "fork":  # Python seeds `random` again in a child
             random.seed(torch.initial_seed())
-        self.share_generators()
-
-    def share_generators(self) -> None:
-        """What hooks and samplers draw from here on, they draw alike in all processes."""
+        # what samplers draw from here on, they draw alike in all processes
         _set_rng_states(self.broadcast(_collect_rng_states(include_cuda=False)))
-
-    def on_train_start(self) -> None:
-        self.share_generators()
 
     def on_validation_start(self) -> None:
         """Processes draw other numbers in it: as many as they have samples to evaluate."""

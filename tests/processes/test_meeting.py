@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from lightning_mgpu.processes.meeting import CELL, Cells, gather, share_memory
+from lightning_mgpu.processes.meeting import SLOT, Cells, gather, share_memory
 from tests.strategies.conftest import attempt, rank, run_in_processes, world_size
 
-LENGTHS = [0, 1, 900, 1024, 4000, 4096, 9000]  # a cell has 1,024 bytes
+LENGTHS = [0, 1, 900, 1024, 4000, 4096, 9000]  # a cell has place for 1,024 bytes
 
 
 def new_strategy(in_memory: bool) -> Any:
@@ -33,7 +33,7 @@ def new_strategy(in_memory: bool) -> Any:
 
     strategy.gather = meet
     if in_memory:
-        memory = share_memory(strategy, 2 * world_size() * CELL)
+        memory = share_memory(strategy, 2 * world_size() * SLOT.itemsize)
         assert memory is not None
         strategy.cells = Cells(strategy, memory)
     return strategy
