@@ -7,32 +7,20 @@ process reads only its shards. Any other loader is read whole by every process.
 import copy
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
-from itertools import count
+from itertools import chain
 from typing import Any
 from zlib import crc32
 
-import numpy as np
 import torch
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from lightning.pytorch.utilities.seed import isolate_rng
-from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, default_convert
 
-from lightning_mgpu.shards.checksum import excerpt
-from lightning_mgpu.shards.reader import (
-    ShardKeys,
-    ShardReader,
-    Shards,
-    as_read,
-    cut_indices,
-    shards_of,
-)
-from lightning_mgpu.shards.split_batch import cut, leaves, num_samples, shard_sizes
-
-NUMBERS = (Tensor, np.generic, int, float)
+from lightning_mgpu.shards.checksum import checksum
+from lightning_mgpu.shards.reader import ShardKeys, ShardReader, Shards, cut_indices, shards_of
+from lightning_mgpu.shards.split_batch import cut, num_samples, shard_sizes
 
 
 class ShardLoader:
@@ -42,6 +30,8 @@ class ShardLoader:
     and small batches are joined until every process has a sample.
     """
 
+    loader: Any = None  # while a copy is made
+
     def __init__(self, loader: Any, strategy: Any, trains: bool) -> None:
         k, replicas = strategy.num_replicas, strategy.local_replicas
         if not trains:  # one shard per process
@@ -50,12 +40,12 @@ class ShardLoader:
         if hasattr(loader, "state_dict"):  # Lightning looks among an instance's attributes
             own |= {name: getattr(loader, name) for name in ("state_dict", "load_state_dict")}
         if makes_whole_batches(loader):  # from here, writers of predictions get indices
-            own["batch_sampler"] = _IndexBatchSamplerWrapper(loader.sampler)
+            own["batch_sampler"] = record = _IndexBatchSamplerWrapper(loader.sampler)
+            record.seen_batch_indices = []
         vars(self).update(own, loader=loader, reading=loader)
+        vars(self).update(sampler_of_shards=ShardSampler(self))
 
     def __getattr__(self, name: str) -> Any:
-        if name == "loader":  # not there yet while a copy is made
-            raise AttributeError(name)
         return getattr(self.reading if name == "_iterator" else self.loader, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -65,12 +55,12 @@ class ShardLoader:
     def __len__(self) -> int:
         sampler: Any = getattr(self.loader, "batch_sampler", None)
         is_plain = type(sampler) is BatchSampler and knows_indices(self.loader)
-        if not (is_plain and self._joins()):
+        if not (is_plain and self.joins()):
             return len(self.loader)
-        num, size = len(sampler.sampler), sampler.batch_size
+        k, num, size = self.num_shards, len(sampler.sampler), sampler.batch_size
         num -= num % size if sampler.drop_last else 0
-        joined = -(-self.num_shards // size) * size
-        return max(min(num, 1), num // joined + (num % joined >= self.num_shards))
+        joined = -(-k // size) * size  # samples in a batch; the last has at least k
+        return max(min(num, 1), (num - k) // joined + 1)
 
     def _find_combined(self) -> Any:
         """The CombinedLoader of the loop that reads this one."""
@@ -78,21 +68,21 @@ class ShardLoader:
         loop = trainer.fit_loop if self.trains else trainer._active_loop
         return getattr(loop, "_combined_loader", None)
 
-    def _joins(self) -> bool:
+    def joins(self) -> bool:
         """Whether small batches are joined: in an evaluation, of one loader after the other."""
-        combined = self._find_combined()
-        return not self.trains and combined is not None and combined._mode == "sequential"
+        is_sequential = getattr(self._find_combined(), "_mode", None) == "sequential"
+        return is_sequential and self.num_shards > 1 and not self.trains
 
     def __iter__(self) -> "Pass":
         module = self.strategy.module
         trainer = module.trainer
         combined = self._find_combined()
         loaders = combined.flattened if combined is not None else []
-        number = next((i for i, each in enumerate(loaders) if each is self), None)
-        # a hook may look at some batches, in one process only: no generator moves
+        number = loaders.index(self) if self in loaders else None
+        # a hook may look at some batches, in one process only: no global generator moves
         is_look = number is None or module._current_fx_name is not None
-        keep = partial(kept, getattr(self.loader, "generator", None))
-        guard = keep if is_look else self.strategy.kept_generators
+        unmoved = partial(isolate_rng, include_cuda=False)
+        guard = unmoved if is_look else self.strategy.kept_generators
         self.strategy.num_passes += not is_look
         # two loaders over one dataset, and all passes over one loader, draw other numbers
         where = [trainer.fit_loop.total_batch_idx, number]
@@ -101,42 +91,47 @@ class ShardLoader:
         with guard():
             if not knows_indices(self.loader):
                 return Pass(self, seed, self._read_whole(iter(self.loader)), guard)
-            if is_look or self.reading is self.loader or self.reading._iterator is None:
-                sampler = ShardSampler(self)
-                reading = self._copy(sampler)
-            else:  # its workers live on
-                sampler, reading = self.sampler_of_shards, self.reading
+            reading = self.reading  # its workers may live on
+            if is_look or reading is self.loader or reading._iterator is None:
+                reading = self._copy()
             if not is_look:
-                vars(self).update(reading=reading, sampler_of_shards=sampler)
-                sampler.limit = combined.limits[number]
-            sampler.seed = seed
+                vars(self).update(reading=reading)
+            self.sampler_of_shards.seed = seed
             return Pass(self, seed, iter(reading), guard)
 
-    def _copy(self, sampler: "ShardSampler") -> Any:
+    def _copy(self) -> Any:
         """A copy of the user's loader, as it is now, that reads shards."""
         loader, reader = copy.copy(self.loader), self.loader.dataset
         if not isinstance(reader, ShardReader):
             reader = ShardReader(reader, loader.collate_fn)
         name = "sampler" if makes_whole_batches(loader) else "batch_sampler"
-        own = {"dataset": reader, "collate_fn": as_read, name: sampler, "_iterator": None}
-        vars(loader).update(own)  # DataLoader does not let one set these
+        # `vars`, as DataLoader does not let one set these; `default_convert` leaves `Shards` alone
+        vars(loader).update({"dataset": reader, name: self.sampler_of_shards, "_iterator": None})
+        vars(loader).update({"collate_fn": default_convert, "in_order": True})
         return loader
 
     def _read_whole(self, batches: Iterator[Any]) -> Iterator[Shards]:
-        k, replicas = self.num_shards, self.replicas
-        sampler = getattr(self.loader, "batch_sampler", None)
+        k, replicas, loader = self.num_shards, self.replicas, self.loader
+        is_map = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
+        if k > 1 and is_map and loader.batch_sampler is None:
+            raise ValueError(
+                "DataLoader(batch_size=None) does not tell samples from batches: give it a "
+                "batch_size or a batch_sampler, or let an IterableDataset yield batches."
+            )
+        sampler, most = getattr(loader, "batch_sampler", None), getattr(loader, "batch_size", None)
         for number, batch in enumerate(batches):
+            num = num_samples(batch) if k > 1 else 1
             seen = getattr(sampler, "seen_batch_indices", None)
+            keys = cut_indices(seen[number] if seen else [*range(num)], k, replicas, number)
             if k == 1:
-                yield Shards([batch], cut_indices(seen[number] if seen else [0], 1, replicas))
+                yield Shards([batch], keys)
                 continue
-            refuse_single_sample(self.loader, batch)
-            num, most = num_samples(batch), getattr(self.loader, "batch_size", None)
             if num > (most or num):
                 raise ValueError(f"{num} samples in a batch of {most}: collate it to tensors.")
-            keys = cut_indices([*(seen[number] if seen else range(num))], k, replicas)
+            first_sample = cut(batch, [1, num - 1])[0]
             shards = cut(batch, shard_sizes(num, [1] * k))[replicas.start : replicas.stop]
-            yield Shards(shards, keys._replace(order=crc32(excerpt(batch))), has_rows=True)
+            keys = keys._replace(order=checksum([num, first_sample]))
+            yield Shards(shards, keys, has_rows=True)
 
 
 class Pass:
@@ -147,7 +142,7 @@ class Pass:
     """
 
     def __init__(self, loader: ShardLoader, seed: int, batches: Any, guard: Any) -> None:
-        self.loader, self.batches, self.guard, self.numbers = loader, batches, guard, count()
+        self.loader, self.batches, self.guard = loader, batches, guard
         length = sized_len(getattr(loader.loader, "dataset", None)) or 0
         is_drawn = loader.trains and not makes_whole_batches(loader.loader)
         self.facts = {"seed": seed if is_drawn else 0, "dataset": length, "batches": 0}
@@ -169,8 +164,7 @@ class Pass:
         # the indices of each batch that Lightning notes for `predict`
         sampler: Any = getattr(self.loader, "batch_sampler", None)
         if hasattr(sampler, "seen_batch_indices"):
-            number, indices = next(self.numbers), [i for each in keys.indices for i in each]
-            sampler.seen_batch_indices[number:] = [indices]
+            sampler.seen_batch_indices[keys.number :] = [[*chain(*keys.indices)]]
         return batch if len(batch.shards) > 1 else batch.shards[0]
 
 
@@ -181,33 +175,26 @@ class ShardSampler:
     draws when, and what, it would draw on one device.
     """
 
-    limit = float("inf")  # the batches that a pass takes at most
+    seed = 0  # of the next pass
 
     def __init__(self, loader: ShardLoader) -> None:
-        self.loader, self.seed, user = loader, 0, loader.loader
-        self.sampler = user.sampler if makes_whole_batches(user) else user.batch_sampler
+        self.loader = loader
 
     def __iter__(self) -> Iterator[ShardKeys]:
-        whole = getattr(self.sampler, "whole_batches", None)
-        return self._cut(whole() if whole else map(list, iter(self.sampler)), self.seed)
+        loader = self.loader.loader
+        if makes_whole_batches(loader):  # its epoch is known by now
+            sampler = loader.sampler
+            return self._cut(sampler, sampler.whole_batches(), sampler.pass_seed, sampler.epoch)
+        return self._cut(loader.batch_sampler, map(list, loader.batch_sampler), self.seed)
 
-    def _cut(self, batches: Iterator[list[Any]], seed: int) -> Iterator[ShardKeys]:
-        k, replicas = self.loader.num_shards, self.loader.replicas
-        # the limit of an evaluation counts joined batches
-        limit = self.limit if self.loader.trains else float("inf")
-        smallest = smallest_batch(self.sampler, limit)
+    def _cut(self, sampler: Any, batches: Any, *of_pass: Any) -> Iterator[ShardKeys]:
+        k = self.loader.num_shards
         if self.loader.trains:
-            shard_sizes(smallest or k, [1] * k)  # raises if one is empty
-        elif self.loader._joins() and 1 < k > (smallest or 0):
-            batches = join(batches, k, self.limit if smallest is None else limit)
-        epoch = None
-        if hasattr(self.sampler, "whole_batches"):  # of which the epoch is known by now
-            seed, epoch = self.sampler.pass_seed, self.sampler.epoch
+            shard_sizes(smallest_batch(sampler) or k, [1] * k)  # raises if one is empty
+        batches = join(batches, k) if self.loader.joins() else batches
         for number, batch in enumerate(batches):
-            if number == 0 and any(type(i).__repr__ is object.__repr__ for i in batch):
-                raise TypeError(f"{type(batch[0])}, which a sampler yields, needs a `__repr__`.")
-            has_probe = number == 0 and k > 1
-            yield cut_indices(batch, k, replicas, number, seed, epoch, has_probe)
+            keys = cut_indices(batch, k, self.loader.replicas, number, *of_pass)
+            yield keys._replace(probe=batch) if number == 0 and k > 1 else keys
 
 
 def shares_of_batch(trainer: Any, batch: Any) -> list[float]:
@@ -242,16 +229,6 @@ def need_weight(reason: str, is_needed: bool) -> None:
         raise ValueError(f"{how}: {reason}.")
 
 
-@contextmanager
-def kept(generator: torch.Generator | None) -> Iterator[None]:
-    """Put back the global generators, and a loader's own."""
-    state = generator.get_state() if generator is not None else None
-    with isolate_rng(include_cuda=False):
-        yield
-    if generator is not None and state is not None:
-        generator.set_state(state)
-
-
 def makes_whole_batches(loader: Any) -> bool:
     """Whether its sampler yields whole batches by `whole_batches`, as that of `batch_loader`."""
     return hasattr(getattr(loader, "sampler", None), "whole_batches")
@@ -264,51 +241,33 @@ def knows_indices(loader: Any) -> bool:
     kind: Any = type(loader)
     is_plain = kind.__iter__ is DataLoader.__iter__ and loader.batch_sampler is not None
     is_plain = is_plain and kind._get_iterator is DataLoader._get_iterator
-    return (is_plain or makes_whole_batches(loader)) and loader.in_order
+    return is_plain or makes_whole_batches(loader)
 
 
-def smallest_batch(sampler: Any, limit: float) -> int | None:
-    """The fewest samples among the first `limit` batches, if torch's or our sampler tells."""
+def smallest_batch(sampler: Any) -> int | None:
+    """The fewest samples in a batch, if torch's or our sampler tells."""
     if hasattr(sampler, "whole_batches"):
         return int(sampler.smallest_batch)
     num = sized_len(sampler.sampler) if type(sampler) is BatchSampler else None
     if num is None:
         return None
-    whole, rest = divmod(num, sampler.batch_size)
-    return rest if rest and whole < limit and not sampler.drop_last else sampler.batch_size
+    rest = 0 if sampler.drop_last else num % sampler.batch_size
+    return rest or sampler.batch_size
 
 
-def refuse_single_sample(loader: Any, batch: Any) -> None:
-    """Items of a map-style dataset without batches: (X, label), where X has time along dim 0."""
-    parts = leaves(batch)
-    arrays = [each for each in parts if getattr(each, "ndim", 0)]
-    numbers = [each for each in parts if isinstance(each, NUMBERS) and not getattr(each, "ndim", 0)]
-    is_map = not isinstance(getattr(loader, "dataset", None), (IterableDataset, type(None)))
-    if is_map and getattr(loader, "batch_size", 1) is None and len(arrays) == 1 and numbers:
-        raise ValueError(
-            "DataLoader(batch_size=None) yields an array beside a number, which looks like one "
-            "sample and not a batch: give it a batch_size, or the label one row per sample."
-        )
+def join(batches: Iterator[list[Any]], least: int) -> Iterator[list[Any]]:
+    """Join consecutive batches, until each has `least` samples.
 
-
-def join(batches: Iterator[list[Any]], least: int, limit: float) -> Iterator[list[Any]]:
-    """Join consecutive batches, until each of the first `limit` has `least` samples.
-
-    It reads a batch ahead, except for the last one: a small last batch joins the one before it.
+    It reads a batch ahead: a small last batch joins the one before it.
     """
     complete: list[Any] = []
     rest: list[Any] = []
-    number = 1  # of the batch that may be complete
     for batch in batches:
         rest = rest + batch
         if len(rest) < least:
             continue
         if complete:
             yield complete
-            number += 1
         complete, rest = rest, []
-        if number >= limit:
-            yield complete
-            complete, number = [], number + 1
     if complete or rest:
         yield complete + rest

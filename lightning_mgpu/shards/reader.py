@@ -6,6 +6,7 @@ shards. What `collate_fn` or a dataset's `__getitems__` draws belongs to the sha
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from itertools import accumulate
 from typing import Any, NamedTuple
 from zlib import crc32
@@ -39,32 +40,26 @@ class ShardKeys(NamedTuple):
     starts: list[int]  # the place of each shard's first sample in the global batch
     replicas: Sequence[int]  # whose they are
     num_samples: int  # of the global batch
-    number: int  # of the batch in its pass
     order: int  # the checksum of all indices of the batch
-    seed: int  # of the pass
-    epoch: int | None  # for a BatchDataset
-    probe: list[Any]  # indices, of which all processes read the first that can be read alone
+    number: int = 0  # of the batch in its pass
+    seed: int = 0  # of the pass
+    epoch: int | None = None  # for a BatchDataset
+    probe: Sequence[Any] = ()  # all processes read the first of these that can be read alone
 
 
-def cut_indices(
-    batch: list[Any],
-    num_shards: int,
-    replicas: range,
-    number: int = 0,
-    seed: int = 0,
-    epoch: int | None = None,
-    has_probe: bool = False,
-) -> ShardKeys:
+def cut_indices(batch: list[Any], num_shards: int, replicas: range, *of_pass: Any) -> ShardKeys:
     """The part of some replicas of a global batch, cut as by `torch.tensor_split`.
+
+    `of_pass` are the last fields of `ShardKeys`.
 
     Raises:
         ValueError: If a shard would get no sample.
     """
     ends = [0, *accumulate(shard_sizes(len(batch), [1] * num_shards))]
     indices = [batch[ends[i] : ends[i + 1]] for i in replicas]
-    order, probe = crc32(repr(batch).encode()), batch if has_probe else []
     starts = [ends[i] for i in replicas]
-    return ShardKeys(indices, starts, replicas, len(batch), number, order, seed, epoch, probe)
+    order = crc32(repr(batch).encode())
+    return ShardKeys(indices, starts, replicas, len(batch), order, *of_pass)
 
 
 class Shards:
@@ -78,8 +73,8 @@ class Shards:
         self.has_rows = has_rows  # whether a batch of one sample has one row
 
     def pin_memory(self) -> "Shards":
-        shards = [pin_memory(shard) for shard in self.shards]
-        return Shards(shards, self.keys, self.sample, self.has_rows)
+        self.shards = [pin_memory(shard) for shard in self.shards]
+        return self
 
 
 def shards_of(batch: Any) -> Sequence[Any]:
@@ -89,12 +84,12 @@ def shards_of(batch: Any) -> Sequence[Any]:
 class ShardReader(Dataset):
     """A dataset for `ShardKeys`. Other attributes are those of the dataset that it reads."""
 
+    read_from: Any = None  # while a copy is made
+
     def __init__(self, dataset: Any, collate_fn: Callable[[list[Any]], Any]) -> None:
         vars(self).update(read_from=dataset, collate_fn=collate_fn)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "read_from":  # not there yet while a copy is made
-            raise AttributeError(name)
         return getattr(self.read_from, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -115,17 +110,15 @@ class ShardReader(Dataset):
     def _probe(self, keys: ShardKeys) -> tuple[int, bool]:
         """What `Shards` has of the first sample that can be read and collated alone."""
         for index in keys.probe:
-            try:
+            with suppress(Exception):  # the shard that has the sample raises it
                 first, again = (self._read(keys, 0, 0, [index]) for _ in range(2))
-            except Exception:  # the shard that has the sample raises it
-                continue
-            try:
-                has_rows = num_samples(first) == 1
-            except ValueError:
-                has_rows = False
-            value = checksum(first)
-            return value if checksum(again) == value else 0, has_rows
-        return 0, False
+                break
+        else:
+            return 0, False
+        sample = checksum(first) if checksum(first) == checksum(again) else 0
+        with suppress(ValueError):
+            return sample, num_samples(first) == 1
+        return sample, False
 
     def _read(self, keys: ShardKeys, replica: int, start: int, indices: list[Any]) -> Any:
         dataset: Any = self.read_from
@@ -138,28 +131,14 @@ class ShardReader(Dataset):
             rows = torch.as_tensor(indices)
             tensors = dataset.tensors
             return [X.index_select(0, rows.to(X.device)).contiguous() for X in tensors]
-        is_at_once, samples, what = hasattr(dataset, "__getitems__"), [], ""
-        try:
-            for place, index in enumerate([] if is_at_once else indices, start):
-                what = f"It was raised while sample {index} was read."
-                seed_generators(keys.seed, "sample", keys.number, place, devices=False)
-                samples.append(dataset[index])
-            what = (
-                f"It was raised by the shard of the samples {indices}, which is collated by itself:"
-                " a `collate_fn` that leaves samples out must leave one in each shard."
-            )
-            seed_generators(keys.seed, "shard", keys.number, replica, devices=False)
-            return self.collate_fn(dataset.__getitems__(indices) if is_at_once else samples)
-        except Exception as error:
-            error.add_note(what)
-            raise
+        is_at_once, samples = hasattr(dataset, "__getitems__"), []
+        for place, index in enumerate([] if is_at_once else indices, start):
+            seed_generators(keys.seed, "sample", keys.number, place, devices=False)
+            samples.append(dataset[index])
+        seed_generators(keys.seed, "shard", keys.number, replica, devices=False)
+        return self.collate_fn(dataset.__getitems__(indices) if is_at_once else samples)
 
 
 def only_shard(shards: Shards) -> Any:
     """The `collate_fn` of a loader that is not in a `ShardLoader`."""
     return shards.shards[0]
-
-
-def as_read(shards: Shards) -> Shards:
-    """The `collate_fn` of the loader in a `ShardLoader`."""
-    return shards

@@ -1,8 +1,7 @@
 """`split_batch` of the book, for lists, tuples and dicts of tensors.
 
-Samples lie along dimension 0 of tensors and arrays, and in lists of that length without tensors,
-for example of names, and in the items of a list. Tensors and lists of length 1, 0-d tensors,
-numbers and strings belong to every shard.
+Samples lie along dimension 0 of tensors and arrays, and in lists without tensors, for example of
+names. Tensors and lists of length 1, 0-d tensors, numbers and strings belong to every shard.
 """
 
 import copy
@@ -66,14 +65,10 @@ def cut(batch: Any, sizes: Sequence[int]) -> list[Any]:
     num = ends[-1]
 
     def piece(rows: slice, part: Any) -> Any:
-        is_list = type(part) in (list, tuple)
-        # text from `default_collate`: tuples of a row per sample, in a list of any length
-        kinds: Any = tuple if is_list and len(part) == num else (list, tuple)
-        if isinstance(part, (list, tuple)) and all(
-            isinstance(item, kinds) and len(item) == num for item in part
-        ):
-            return _like(part, [piece(rows, item) for item in part])
-        if is_list and len(part) not in (0, 1, num):
+        is_list = isinstance(part, (list, tuple))
+        inner = [len(item) for item in part if isinstance(item, (list, tuple))] if is_list else []
+        # of lists in it, nobody knows whether they are samples, or fields that torch has collated
+        if is_list and (len(part) not in (0, 1, num) or set(inner) == {num}):
             raise ValueError(f"A list of {len(part)} in a batch of {num} samples cannot be split.")
         has_rows = part.ndim if isinstance(part, ARRAYS) else is_list
         if not has_rows or len(part) != num:
@@ -90,7 +85,7 @@ def cut(batch: Any, sizes: Sequence[int]) -> list[Any]:
 
 
 def leaves(batch: Any) -> list[Any]:
-    """Everything in lists, tuples and dicts. A list without tensors is one leaf."""
+    """Everything in lists, tuples and dicts. A list or tuple without tensors is one leaf."""
     found: list[Any] = []
     _map(batch, found.append)
     return found
@@ -102,15 +97,13 @@ def _map(part: Any, function: Callable[[Any], Any]) -> Any:
         for key, value in part.items():
             changed[key] = _map(value, function)
         return changed
-    is_list = isinstance(part, (list, tuple)) and not isinstance(part, PackedSequence)
-    if is_list and any(isinstance(leaf, ARRAYS) for item in part for leaf in leaves(item)):
-        return _like(part, [_map(item, function) for item in part])
-    return function(part)
-
-
-def _like(part: Any, items: list[Any]) -> Any:
-    """A list, tuple or named tuple of other items."""
-    return type(part)(*items) if hasattr(part, "_fields") else type(part)(items)
+    if isinstance(part, PackedSequence) or not isinstance(part, (list, tuple)):
+        return function(part)
+    is_named = hasattr(part, "_fields")
+    if not is_named and not any(isinstance(each, ARRAYS) for item in part for each in leaves(item)):
+        return function(part)
+    items = [_map(item, function) for item in part]
+    return type(part)(*items) if is_named else type(part)(items)
 
 
 def _is_opaque(leaf: Any) -> bool:

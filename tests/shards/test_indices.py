@@ -132,17 +132,6 @@ class Draws(Dataset):
         return X + torch.rand(8, dtype=X.dtype), y
 
 
-class Listed(Dataset):
-    def __init__(self, read: Callable[[int], Any]) -> None:
-        self.read = read
-
-    def __len__(self) -> int:
-        return 57
-
-    def __getitem__(self, index: int) -> Any:
-        return self.read(index)
-
-
 class Views(Net):
     """Two loaders over one dataset that draws, for example for contrastive learning."""
 
@@ -277,23 +266,6 @@ def test_each_sample_draws_numbers_of_its_own() -> None:
             drawn += [float(noise) for X, _ in shards for noise in X[:, 0]]
         drawn_twice.append(drawn)
     assert drawn_twice[0] == drawn_twice[1] and len(set(drawn_twice[0])) == 40
-
-
-def test_errors_name_the_samples() -> None:
-    def raises(index: int) -> Any:
-        raise KeyError(index)
-
-    def read(index: int) -> Any:
-        return raises(index) if index == 13 else (torch.zeros(8), 0)
-
-    data: Any = Listed(read)
-    for loader, said in (
-        (DataLoader(data, 10), "It was raised while sample 13 was read."),
-        (DataLoader(data, 10, collate_fn=raises), "the shard of the samples [0, 1, 2, 3, 4],"),
-    ):
-        with pytest.raises(KeyError) as raised:
-            fit(Net, loader, replicas=2)
-        assert said in raised.value.__notes__[0]
 
 
 def test_loaders_of_all_kinds(in_two_processes: list[Any]) -> None:

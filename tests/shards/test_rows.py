@@ -1,11 +1,10 @@
-"""Samples that are left out, and validation samplers that go on where they have stopped."""
+"""Samples that are left out."""
 
-from collections.abc import Callable, Iterator
-from itertools import count, islice
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
+from torch.utils.data import DataLoader, Dataset, default_collate
 
 from tests.strategies.conftest import Net, assert_close, attempt, fit, run_in_processes, samples
 
@@ -56,33 +55,11 @@ class FiltersValidation(Filters):
         return super().on_after_batch_transfer(batch, dataloader_idx) if is_used else batch
 
 
-class GoesOn(Sampler[int]):
-    """Samples without an end, of which a second pass gets others than the first."""
-
-    def __init__(self) -> None:
-        self.numbers = count()
-
-    def __iter__(self) -> Iterator[int]:
-        return (7 * i % 57 for i in self.numbers)
-
-
-class GoesOnInBatches(GoesOn):
-    def __iter__(self) -> Iterator[Any]:
-        while True:
-            yield [*islice(super().__iter__(), 9)]
-
-
-def to_validate(**kwargs: Any) -> dict[str, Any]:
-    return {"val": DataLoader(samples(), **kwargs), "limit_val_batches": 3}
-
-
 RUNS: dict[str, tuple[type[Net], Callable[[], dict[str, Any]]]] = {
     "damaged": (Validated, lambda: {"val": damaged()}),
     "filtered": (FiltersValidation, lambda: {"val": DataLoader(samples(), 10)}),
     "damaged, trained": (Weighted, lambda: {"data": damaged(), "val": damaged()}),
     "filtered, trained": (FiltersWeighted, lambda: {"val": DataLoader(samples(), 10)}),
-    "infinite": (Validated, lambda: to_validate(batch_size=9, sampler=GoesOn())),
-    "infinite batches": (Validated, lambda: to_validate(batch_sampler=GoesOnInBatches())),
 }
 LEFT_OUT = 'The loss of a shard needs a weight, {"loss": loss, "weight": n}: samples were left'
 REFUSED: dict[str, tuple[type[Net], Callable[[], dict[str, Any]]]] = {
