@@ -77,17 +77,15 @@ class ShardLoader:
         module = self.strategy.module
         trainer = module.trainer
         combined = self._find_combined()
-        loaders = combined.flattened if combined is not None else []
+        loaders = getattr(combined, "flattened", [])
         number = loaders.index(self) if self in loaders else None
         # a hook may look at some batches, in one process only: no global generator moves
         is_look = number is None or module._current_fx_name is not None
         unmoved = partial(isolate_rng, include_cuda=False)
         guard = unmoved if is_look else self.strategy.kept_generators
-        self.strategy.num_passes += not is_look
-        # two loaders over one dataset, and all passes over one loader, draw other numbers
-        where = [trainer.fit_loop.total_batch_idx, number]
-        where += [] if trainer.state.fn == "fit" else [self.strategy.num_passes]
-        seed = crc32(torch.get_rng_state().numpy().data, crc32(repr(where).encode()))
+        # two loaders over one dataset, and two passes over a loader, draw other numbers
+        where = repr([trainer.fit_loop.total_batch_idx, number])
+        seed = crc32(torch.get_rng_state().numpy().data, crc32(where.encode()))
         with guard():
             if not knows_indices(self.loader):
                 return Pass(self, seed, self._read_whole(iter(self.loader)), guard)
@@ -131,7 +129,7 @@ class ShardLoader:
             first_sample = cut(batch, [1, num - 1])[0]
             shards = cut(batch, shard_sizes(num, [1] * k))[replicas.start : replicas.stop]
             keys = keys._replace(order=checksum([num, first_sample]))
-            yield Shards(shards, keys, has_rows=True)
+            yield Shards(shards, keys, (0, True))
 
 
 class Pass:
@@ -159,8 +157,9 @@ class Pass:
             raise StopIteration
         keys = batch.keys
         self.facts["batches"] = crc32(b"%d" % keys.order, self.facts["batches"])
-        self.facts["dataset"] += batch.sample
-        self.has_rows |= batch.has_rows
+        sample, has_rows = batch.probed
+        self.facts["dataset"] += sample
+        self.has_rows |= has_rows
         # the indices of each batch that Lightning notes for `predict`
         sampler: Any = getattr(self.loader, "batch_sampler", None)
         if hasattr(sampler, "seen_batch_indices"):
@@ -182,19 +181,20 @@ class ShardSampler:
 
     def __iter__(self) -> Iterator[ShardKeys]:
         loader = self.loader.loader
-        if makes_whole_batches(loader):  # its epoch is known by now
+        if makes_whole_batches(loader):  # it knows its epoch by now
             sampler = loader.sampler
             return self._cut(sampler, sampler.whole_batches(), sampler.pass_seed, sampler.epoch)
-        return self._cut(loader.batch_sampler, map(list, loader.batch_sampler), self.seed)
+        return self._cut(loader.batch_sampler, map(list, loader.batch_sampler), self.seed, None)
 
     def _cut(self, sampler: Any, batches: Any, *of_pass: Any) -> Iterator[ShardKeys]:
-        k = self.loader.num_shards
+        k, replicas = self.loader.num_shards, self.loader.replicas
         if self.loader.trains:
             shard_sizes(smallest_batch(sampler) or k, [1] * k)  # raises if one is empty
-        batches = join(batches, k) if self.loader.joins() else batches
+        if self.loader.joins():
+            batches = join(batches, k)
         for number, batch in enumerate(batches):
-            keys = cut_indices(batch, k, self.loader.replicas, number, *of_pass)
-            yield keys._replace(probe=batch) if number == 0 and k > 1 else keys
+            probe = batch if number == 0 and k > 1 else ()
+            yield cut_indices(batch, k, replicas, number, *of_pass, probe)
 
 
 def shares_of_batch(trainer: Any, batch: Any) -> list[float]:
@@ -246,13 +246,10 @@ def knows_indices(loader: Any) -> bool:
 
 def smallest_batch(sampler: Any) -> int | None:
     """The fewest samples in a batch, if torch's or our sampler tells."""
-    if hasattr(sampler, "whole_batches"):
-        return int(sampler.smallest_batch)
-    num = sized_len(sampler.sampler) if type(sampler) is BatchSampler else None
-    if num is None:
-        return None
-    rest = 0 if sampler.drop_last else num % sampler.batch_size
-    return rest or sampler.batch_size
+    if type(sampler) is BatchSampler and (num := sized_len(sampler.sampler)) is not None:
+        rest = 0 if sampler.drop_last else num % sampler.batch_size
+        return rest or sampler.batch_size
+    return getattr(sampler, "smallest_batch", None)
 
 
 def join(batches: Iterator[list[Any]], least: int) -> Iterator[list[Any]]:
@@ -260,14 +257,12 @@ def join(batches: Iterator[list[Any]], least: int) -> Iterator[list[Any]]:
 
     It reads a batch ahead: a small last batch joins the one before it.
     """
-    complete: list[Any] = []
-    rest: list[Any] = []
+    complete, rest = list[Any](), list[Any]()
     for batch in batches:
         rest = rest + batch
-        if len(rest) < least:
-            continue
-        if complete:
-            yield complete
-        complete, rest = rest, []
+        if len(rest) >= least:
+            if complete:
+                yield complete
+            complete, rest = rest, []
     if complete or rest:
         yield complete + rest

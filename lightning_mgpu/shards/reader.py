@@ -63,14 +63,14 @@ def cut_indices(batch: list[Any], num_shards: int, replicas: range, *of_pass: An
 
 
 class Shards:
-    """The shards of one process. With several replicas per process, this is what a batch is."""
+    """The shards of one process. With several replicas per process, this is what a batch is.
 
-    def __init__(
-        self, shards: Sequence[Any], keys: Any = None, sample: int = 0, has_rows: bool = False
-    ) -> None:
-        self.shards, self.keys = shards, keys
-        self.sample = sample  # a checksum of one, if it is the same each time it is read
-        self.has_rows = has_rows  # whether a batch of one sample has one row
+    `probed` tells of one sample its checksum, if it is the same each time the sample is read, and
+    whether a batch of this sample has one row.
+    """
+
+    def __init__(self, shards: Sequence[Any], keys: Any = None, probed: Any = (0, False)) -> None:
+        self.shards, self.keys, self.probed = shards, keys, probed
 
     def pin_memory(self) -> "Shards":
         self.shards = [pin_memory(shard) for shard in self.shards]
@@ -100,15 +100,15 @@ class ShardReader(Dataset):
 
     def __getitem__(self, keys: ShardKeys) -> Shards:
         with isolate_rng(include_cuda=False):
-            sample, has_rows = self._probe(keys)
+            probed = self._probe(keys)
             parts = zip(keys.replicas, keys.starts, keys.indices)
             shards = [self._read(keys, *each) for each in parts]
-        return Shards(shards, keys, sample, has_rows)
+        return Shards(shards, keys, probed)
 
     __getitems__ = __getitem__  # a DataLoader asks for this one first
 
     def _probe(self, keys: ShardKeys) -> tuple[int, bool]:
-        """What `Shards` has of the first sample that can be read and collated alone."""
+        """Of the first sample that can be read and collated alone."""
         for index in keys.probe:
             with suppress(Exception):  # the shard that has the sample raises it
                 first, again = (self._read(keys, 0, 0, [index]) for _ in range(2))
@@ -129,8 +129,7 @@ class ShardReader(Dataset):
         if type(dataset) is TensorDataset and self.collate_fn is default_collate:
             # one operation per tensor gives the same numbers and strides
             rows = torch.as_tensor(indices)
-            tensors = dataset.tensors
-            return [X.index_select(0, rows.to(X.device)).contiguous() for X in tensors]
+            return [X.index_select(0, rows.to(X.device)).contiguous() for X in dataset.tensors]
         is_at_once, samples = hasattr(dataset, "__getitems__"), []
         for place, index in enumerate([] if is_at_once else indices, start):
             seed_generators(keys.seed, "sample", keys.number, place, devices=False)

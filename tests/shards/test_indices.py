@@ -205,7 +205,7 @@ class Means(Net):
 def evaluate_twice() -> list[Any]:
     torch.manual_seed(0)
     trainer, module = new_trainer(1 if world_size() == 1 else None), Means()
-    data = DataLoader(Draws(), 10, generator=torch.Generator())
+    data = DataLoader(Draws(), 10)
     return [trainer.test(module, data, verbose=False) for _ in range(2)]
 
 
