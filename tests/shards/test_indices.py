@@ -170,7 +170,7 @@ def split(num_workers: int = 0) -> DataLoader:
     # these processes are daemons, which may not have children
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     part, _ = random_split(Draws(), [46, 11], torch.Generator().manual_seed(0))
-    kept: Any = {"persistent_workers": True, "multiprocessing_context": "fork"}
+    kept: Any = {"persistent_workers": True, "multiprocessing_context": "fork", "in_order": False}
     kept = kept if num_workers else {}
     return DataLoader(part, 10, shuffle=True, num_workers=num_workers, **kept)
 

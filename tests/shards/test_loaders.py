@@ -1,6 +1,5 @@
 """Each process gets its part of every global batch, whatever the loader is."""
 
-import multiprocessing
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +8,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.utilities import CombinedLoader
-from torch.utils.data import DataLoader, IterableDataset, Subset, WeightedRandomSampler
+from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from lightning_mgpu.data import batch_loader
 from tests.strategies.conftest import (
@@ -66,16 +65,6 @@ class Unweighted(Iterates):
         return super().training_step(dataloader_iter)["loss"]
 
 
-def workers(num: int) -> DataLoader:
-    # these processes are daemons, which may not have children
-    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
-    return DataLoader(samples(), 10, shuffle=True, num_workers=num)
-
-
-def weighted() -> DataLoader:
-    return DataLoader(samples(), 10, sampler=WeightedRandomSampler(torch.arange(57.0) + 1, 57))
-
-
 def several(num: int = 57, second: int = 57, size: int = 10) -> Any:
     first = DataLoader(samples(num), 10, shuffle=True)
     return CombinedLoader({"a": first, "b": DataLoader(samples(second, 2), size)}, "max_size")
@@ -83,18 +72,11 @@ def several(num: int = 57, second: int = 57, size: int = 10) -> Any:
 
 LOADERS: dict[str, tuple[type[Net], Callable[[], Any]]] = {
     "shuffled, other random numbers": (Draws, lambda: None),
-    "weighted": (Net, weighted),
     "a stream": (Net, lambda: DataLoader(Stream(samples()), 10)),
-    "workers": (Net, lambda: workers(1)),
     "several": (Several, several),
     "several, of other sizes": (Several, lambda: several(60, 120, 20)),
     "several, one ends earlier": (Several, lambda: several(second=30)),
-    "an iterator": (Iterates, lambda: DataLoader(samples(), 10)),
-    "an iterator, shuffled": (Iterates, lambda: DataLoader(samples(), 10, shuffle=True)),
-    "batch_loader": (
-        Net,
-        lambda: lambda trainer: batch_loader(samples(), 10, trainer, shuffle=True),
-    ),
+    "an iterator": (Iterates, lambda: DataLoader(samples(), 10, shuffle=True)),
 }
 
 
@@ -132,20 +114,20 @@ class Writer(BasePredictionWriter):
         self.rows += zip(indices, prediction.tolist(), strict=True)
 
 
-def predict(make_loader: str) -> list[tuple[int, Any]]:
+def predict(loader: str) -> list[tuple[int, Any]]:
     class Predicts(Net):
         def predict_step(self, batch: Any, batch_idx: int) -> Any:
             return batch[0][:, 0]
 
     writer = Writer()
-    data: Any = globals()[make_loader](samples(), 10)
-    new_trainer(callbacks=writer).predict(Predicts().double(), data)
+    make: Any = {"DataLoader": DataLoader, "batch_loader": batch_loader}[loader]
+    new_trainer(callbacks=writer).predict(Predicts().double(), make(samples(), 10))
     return writer.rows
 
 
-@pytest.mark.parametrize("make_loader", ["DataLoader", "batch_loader"])
-def test_predictions_know_their_samples(make_loader: str) -> None:
-    first, second = run_in_processes(2, predict, make_loader)
+@pytest.mark.parametrize("loader", ["DataLoader", "batch_loader"])
+def test_predictions_know_their_samples(loader: str) -> None:
+    first, second = run_in_processes(2, predict, loader)
     assert [row[0] for row in first[:6]] == [0, 1, 2, 3, 4, 10]
     assert sorted(first + second) == list(enumerate(samples().tensors[0][:, 0].tolist()))
 
