@@ -174,10 +174,8 @@ class ShardSampler:
     draws when, and what, it would draw on one device.
     """
 
-    seed = 0  # of the next pass
-
     def __init__(self, loader: ShardLoader) -> None:
-        self.loader = loader
+        self.loader, self.seed = loader, 0  # of the next pass
 
     def __iter__(self) -> Iterator[ShardKeys]:
         loader = self.loader.loader
@@ -235,7 +233,7 @@ def makes_whole_batches(loader: Any) -> bool:
 
 
 def knows_indices(loader: Any) -> bool:
-    """Whether a loader is a DataLoader that reads what its batch sampler says, in order."""
+    """Whether a loader is a DataLoader that reads what its batch sampler says."""
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return False
     kind: Any = type(loader)

@@ -108,7 +108,7 @@ class ShardReader(Dataset):
     __getitems__ = __getitem__  # a DataLoader asks for this one first
 
     def _probe(self, keys: ShardKeys) -> tuple[int, bool]:
-        """Of the first sample that can be read and collated alone."""
+        """`Shards.probed`, of the first sample that can be read and collated alone."""
         for index in keys.probe:
             with suppress(Exception):  # the shard that has the sample raises it
                 first, again = (self._read(keys, 0, 0, [index]) for _ in range(2))

@@ -65,10 +65,10 @@ def cut(batch: Any, sizes: Sequence[int]) -> list[Any]:
     num = ends[-1]
 
     def piece(rows: slice, part: Any) -> Any:
-        is_list = isinstance(part, (list, tuple))
-        inner = [len(item) for item in part if isinstance(item, (list, tuple))] if is_list else []
+        is_list = type(part) in (list, tuple)
+        lists = [item for item in part if isinstance(item, (list, tuple))] if is_list else []
         # of lists in it, nobody knows whether they are samples, or fields that torch has collated
-        if is_list and (len(part) not in (0, 1, num) or set(inner) == {num}):
+        if is_list and (len(part) not in (0, 1, num) or {*map(len, lists)} == {num}):
             raise ValueError(f"A list of {len(part)} in a batch of {num} samples cannot be split.")
         has_rows = part.ndim if isinstance(part, ARRAYS) else is_list
         if not has_rows or len(part) != num:
