@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
 from torch.optim import SGD
 from torch.utils.data import DataLoader
@@ -26,10 +26,10 @@ from tests.conftest import run_devices
 def trainer(make_trainer: Callable, tmp_path: Path) -> Callable:
     """A Trainer with this package's output and `metrics.csv`."""
 
-    def make(output: RunOutput, **options: Any) -> Any:
+    def make(*callbacks: Callback, **options: Any) -> Any:
         (tmp_path / "metrics.csv").unlink(missing_ok=True)
-        logger = MetricsFile(tmp_path, None)
-        return make_trainer(callbacks=[output], logger=logger, enable_checkpointing=True, **options)
+        ours = {"logger": MetricsFile(tmp_path, None), "enable_checkpointing": True}
+        return make_trainer(callbacks=[*callbacks], **ours, **options)
 
     return make
 
@@ -98,16 +98,8 @@ def test_lines_show_metrics_of_any_name(trainer: Callable, capsys: pytest.Captur
     assert second == "epoch 2/2  per_epoch 1.0000"  # whatever the name of what was not validated
 
 
-def test_ticks_after_one_epoch() -> None:
-    figure = curve.plot_curve({"val_loss": {1: 2.30259}}, "validation", {})
-    figure.canvas.draw()
-    axes = figure.axes[0]
-    assert [tick for tick in axes.get_xticks() if 0.9 < tick < 1.1] == [1]
-    assert axes.yaxis.get_major_formatter().get_offset() == ""
-
-
 def test_the_best_epoch_is_marked_at_the_end(
-    make_data: Callable, make_trainer: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make_data: Callable, trainer: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is the one that `fit` tests. The last one saved, without a metric, is not the best."""
 
@@ -119,13 +111,9 @@ def test_the_best_epoch_is_marked_at_the_end(
     monkeypatch.setattr(curve, "save_picture", lambda _, figure, *__: figures.append(figure))
     for monitor, marks in (("val_loss", [[], [], ["best: epoch 2"]]), (None, [[], [], []])):
         figures.clear()
-        callbacks = [BestCheckpoint(monitor), RunOutput()]
-        (tmp_path / "metrics.csv").unlink(missing_ok=True)
-        logger, limit = MetricsFile(tmp_path, None), {"limit_train_batches": 1, "max_epochs": 3}
-        trainer = make_trainer(
-            callbacks=callbacks, logger=logger, enable_checkpointing=True, **limit
-        )
-        trainer.fit(BestInTheSecond(), make_data())
+        short = {"limit_train_batches": 1, "max_epochs": 3}
+        run = trainer(BestCheckpoint(monitor), RunOutput(), **short)
+        run.fit(BestInTheSecond(), make_data())
         legends = [axes.get_legend_handles_labels()[1] for f in figures for axes in f.axes[:1]]
         assert [[each for each in legend if "best" in each] for legend in legends] == marks
 

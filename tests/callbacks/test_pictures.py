@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningDataModule
 from matplotlib.figure import Figure
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
@@ -162,9 +161,8 @@ def test_predictions_in_dataset_order(
     with torch.no_grad():
         probabilities = lively(X).softmax(1)
     found = probabilities.argmax(1).tolist()
-    assert [int(row[0]) for row in rows] == list(range(107))
-    assert [int(row[1]) for row in rows] == y.tolist()
-    assert [int(row[2]) for row in rows] == found
+    numbers = [[int(text) for text in row[:3]] for row in rows]
+    assert numbers == [[i, *pair] for i, pair in enumerate(zip(y.tolist(), found))]
     assert [row[3] for row in rows] == [names[label] for label in found]
     assert max(len(text) for row in rows for text in row[4:]) <= len("1.23456e-05")
     shown = torch.tensor([[float(p) for p in row[4:]] for row in rows])
@@ -185,18 +183,8 @@ def test_files_of_the_samples(is_plain: bool, make_trainer: Callable, tmp_path: 
         def __getitem__(self, i: int) -> int:
             return i
 
-    class Data(LightningDataModule):
-        def __init__(self, dataset: Any) -> None:
-            super().__init__()
-            self.dataset = dataset
-
-        def predict_dataloader(self) -> DataLoader:
-            if is_plain:
-                return DataLoader(self.dataset, batch_size=2, collate_fn=collate)
-            return batch_loader(self.dataset, 2, self.trainer, collate_fn=collate)
-
     collate: Any = lambda samples: [torch.full((len(samples), 4), 3.0)]  # noqa: E731
-    model = VectorNet()
+    model, make_loader = VectorNet(), DataLoader if is_plain else batch_loader
     model.choose = lambda X: X[:, 0]
     paths = [Path(f"{i}.png") for i in range(5)]
     folder, texts = Vectors([(str(path), 0) for path in paths]), [*map(str, paths)]
@@ -208,7 +196,7 @@ def test_files_of_the_samples(is_plain: bool, make_trainer: Callable, tmp_path: 
         *((each, "3,3.0") for each in (Vectors(5), Vectors([torch.zeros(2)] * 5), texts)),
     ):
         trainer = make_trainer(callbacks=[PredictionWriter()])
-        trainer.predict(model, datamodule=Data(dataset), return_predictions=False)
+        trainer.predict(model, make_loader(dataset, batch_size=2, collate_fn=collate))
         header, *rows = (tmp_path / "predictions.csv").read_text().splitlines()
         assert rows[3] == line and ("file" in header) == (".png" in line)
 

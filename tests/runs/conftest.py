@@ -121,7 +121,6 @@ STRATEGIES = {
     "one_device": (),
     "ddp": ("--trainer.devices=2", "--trainer.strategy=ddp"),
     "dp": ("--trainer.devices=2", "--trainer.strategy=dp"),
-    "manual_allreduce": ("--trainer.devices=2", "--trainer.strategy=manual_allreduce"),
 }
 
 

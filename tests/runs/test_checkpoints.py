@@ -3,6 +3,7 @@
 import csv
 import errno
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import yaml
 from lightning_mgpu.runs.checkpoints import BestCheckpoint
 from lightning_mgpu.runs.directory import read_run_json
 from lightning_mgpu.runs.record import fingerprint
-from tests.runs.conftest import RUN, last, metrics
+from tests.runs.conftest import last, metrics
 
 
 def test_a_runs_directory(run: Path) -> None:
@@ -139,13 +140,11 @@ def test_weights_bring_their_model(
     config = (run / "config.yaml").read_text()
     assert not {"weights", "ckpt_path", "run_dir"} & yaml.safe_load(config).keys()
     (own / "old.yaml").write_text(f"{config}weights: null\nckpt_path: null\nrun_dir: null\n")
-    start = ("fit", "--weights=run/checkpoints/last.ckpt", "--model.lr=0", *RUN[-3:])
-    for number, more in enumerate(((), ("--config=old.yaml",))):
-        line = (*start, *more, f"--data.root={root}", "--trainer.max_epochs=1", "--model.lr=0")
-        assert main(*line, f"--run_dir={number}") == 0
-        assert "\nweights:  run/checkpoints/last.ckpt\n" in capfd.readouterr().out
-        weights = last(own / str(number))["state_dict"]
-        assert all(torch.equal(weights[name], saved[name]) for name in saved)
+    line = ("--weights=run/checkpoints/last.ckpt", "--config=old.yaml", f"--data.root={root}")
+    assert main("fit", *line, "--trainer.max_epochs=1", "--model.lr=0", "--run_dir=tuned") == 0
+    assert "\nweights:  run/checkpoints/last.ckpt\n" in capfd.readouterr().out
+    weights = last(own / "tuned")["state_dict"]
+    assert all(torch.equal(weights[name], saved[name]) for name in saved)
     moved = (run / "checkpoints" / "last.ckpt").rename(own / "moved.ckpt")
     line = ("--config=old.yaml", f"--data.root={root}", "--run_dir=tested")
     assert main("test", f"--ckpt_path={moved}", *line) == 0
@@ -185,26 +184,24 @@ def test_weights_from_elsewhere(run: Path, fit: Callable[..., int], own: Path, c
 def test_checkpoints_in_subdirectories(
     fit: Callable[..., int], main: Callable[..., int], root: Path, own: Path, capfd: Any
 ) -> None:
-    """Of a metric's name, or of one's own code; the run directory itself is not made again."""
-    (own / "own_more.py").write_text(OWN)
-    names = (
-        "--checkpoint.filename={epoch}-{val/loss:.2f}",
-        "--trainer.callbacks+=own_more.Exports",
-    )
-    assert fit(*names, "--trainer.max_epochs=1", "--run_dir=a") == 0
+    """Of a metric's name."""
+    name = "--checkpoint.filename={epoch}-{val/loss:.2f}"
+    assert fit(name, "--trainer.max_epochs=1", "--run_dir=a") == 0
     assert "testing epoch 1: val_acc" in capfd.readouterr().out
     (best,) = (own / "a" / "checkpoints").glob("*/*.ckpt")
     assert main("test", f"--ckpt_path={best}", f"--data.root={root}", "--run_dir=b") == 0
-    assert (own / "exports" / "run" / "x.ckpt").is_file()
 
 
 def test_a_best_checkpoint_that_is_damaged_or_gone(
     fit: Callable[..., int], own: Path, capfd: Any
 ) -> None:
+    """Or is that of the run that this one was copied from."""
     assert fit("--run_dir=run", "--trainer.max_epochs=1") == 0
     run = own / "run"
     (best,) = (run / "checkpoints").glob("epoch=*.ckpt")
-    capfd.readouterr()
+    shutil.copytree(run, "copy")
+    assert fit("--resume=copy") == 0
+    assert f"testing the last epoch: {best}, the best one, is gone or" in capfd.readouterr().out
     best.write_bytes(best.read_bytes()[:-20])
     assert fit("--resume=run") == 2
     err = capfd.readouterr().err
@@ -226,10 +223,6 @@ class Loose(Net):
 class Numpy(Callback):
     def on_save_checkpoint(self, trainer, pl_module, checkpoint):
         checkpoint["mine"] = [np.float64(1.0)]
-
-class Exports(Callback):
-    def on_train_end(self, trainer, *args):
-        trainer.save_checkpoint("exports/run/x.ckpt")
 
 """
 

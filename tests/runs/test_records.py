@@ -118,22 +118,17 @@ def test_the_options_of_the_pages_with_two_processes(
 ) -> None:
     """What only one process has, such as a W&B run, is asked of no other."""
     (own / "own_logs.py").write_text(LOGS)
-    few = [f"--trainer.limit_{stage}_batches=2" for stage in ("train", "val", "test", "predict")]
-    two = ("--trainer.accelerator=cpu", "--trainer.devices=2", *few)
-    callbacks = [
+    few = [f"--trainer.limit_{stage}_batches=2" for stage in ("train", "val", "test")]
+    line = (
+        *("--trainer.accelerator=cpu", "--trainer.devices=2", *few, ONE, "--run_dir=a"),
         *("--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.monitor=val_acc"),
         *("--trainer.callbacks+=LearningRateFinder", "--trainer.callbacks.num_training_steps=4"),
-    ]
-    logger = ("--trainer.logger=WandbLogger", "--trainer.logger.offline=true")
-    model = (
-        "--model=own_logs.Logs",
-        "--data.source=synthetic",
-        "--model.optimizer=Adam",
-        "--model.lr_scheduler=OneCycle",
+        *("--trainer.logger=WandbLogger", "--trainer.logger.offline=true"),
+        *("--model=own_logs.Logs", "--model.optimizer=Adam", "--model.lr_scheduler=OneCycle"),
+        *("--checkpoint.every_n_train_steps=1", "--checkpoint.monitor=null"),
+        *("--data.source=synthetic", "--trainer.strategy=manual_allreduce"),
     )
-    more = ("--checkpoint.every_n_train_steps=1", "--checkpoint.monitor=null")
-    line = (*two, *callbacks, *logger, *model, *more, "--trainer.strategy=manual_allreduce")
-    code, _, err = command("fit", *line, "--trainer.max_epochs=1", "--run_dir=a")
+    code, _, err = command("fit", *line)
     assert code == 0 and "Traceback" not in err, err
 
 

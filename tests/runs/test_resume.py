@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -71,32 +70,6 @@ def test_a_run_stopped_in_its_test_is_tested_again(
     assert main("test", f"--ckpt_path={best}", "--run_dir=tested", *RUN[-3:]) == 0
     drawn = [metrics(tmp_path / name)[-1]["test_drawn"] for name in ("whole", "tested")]
     assert drawn[0] == drawn[1]
-
-
-MOVES = """
-import os
-from own_run import Net
-
-class Moves(Net):
-    def setup(self, stage):
-        super().setup(stage)
-        os.chdir("else")
-"""
-
-
-def test_setup_may_change_the_working_directory(
-    fit: Callable[..., int], own: Path, capfd: Any
-) -> None:
-    """The run's directory is the one from where the program was started, and printed so."""
-    (own / "own_moves.py").write_text(MOVES)
-    (own / "else" / "else").mkdir(parents=True)
-    line = ("--model=own_moves.Moves", "--trainer.max_epochs=2", "--run_dir=a")
-    assert fit(*line, stop="1,1") == 130
-    out = capfd.readouterr().out
-    assert "\nrun:      a\n" in out and "fit --resume=a\n" in out
-    os.chdir(own)
-    assert fit("--resume=a") == 0
-    assert (own / "a" / "predictions.png").exists() and not [*(own / "else" / "else").iterdir()]
 
 
 @pytest.mark.slow
@@ -215,14 +188,6 @@ def test_lightnings_finders(fit: Callable[..., int], tmp_path: Path, capfd: Any)
     capfd.readouterr()
     assert fit("--resume=size") == 2
     assert "no file has the batch size found" in capfd.readouterr().err
-
-
-def test_a_copied_run_has_no_best_epoch(fit: Callable[..., int], capfd: Any) -> None:
-    assert fit("--trainer.max_epochs=1", "--run_dir=whole") == 0
-    shutil.copytree("whole", "copy")
-    capfd.readouterr()
-    assert fit("--resume=copy") == 0
-    assert "the best one, is gone or of another directory" in capfd.readouterr().out
 
 
 @pytest.mark.parametrize(
