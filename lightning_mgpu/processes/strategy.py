@@ -180,9 +180,6 @@ class ProcessPerDeviceStrategy(DDPStrategy):
             rows = gather(self, sent, purpose) if purpose else send_to_all(self, sent)
         return rows.view(row.dtype)
 
-    def send(self, row: np.ndarray) -> np.ndarray:
-        return self.gather(row)
-
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         self.gather(np.zeros(1, np.uint8), "barrier")
 

@@ -218,8 +218,7 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
         """
         if rows.is_cpu:
             row = rows.contiguous().view(-1).numpy()
-            found = self.gather(row, purpose) if purpose else self.send(row)
-            gathered = torch.from_numpy(found)
+            gathered = torch.from_numpy(self.gather(row, purpose))
         else:
             gathered = rows.repeat(self.world_size, 1)
             if not self.is_alone:

@@ -121,6 +121,7 @@ STRATEGIES = {
     "one_device": (),
     "ddp": ("--trainer.devices=2", "--trainer.strategy=ddp"),
     "dp": ("--trainer.devices=2", "--trainer.strategy=dp"),
+    "manual": ("--trainer.devices=2", "--trainer.strategy=manual_allreduce"),
 }
 
 
