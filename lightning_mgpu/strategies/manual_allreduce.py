@@ -133,7 +133,7 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
             return self._weigh([super().training_step(batch, *args, **kwargs)])
         before = self._look_at_weights()
         if self._buffers:
-            self._take_edited_buffers(0)
+            self._take_edited(self._buffers, 0)
         buffers = self._buffers or [read_buffers(self.module)] * self.num_local
         self._buffers = []
         for i, shard in enumerate(shards):
@@ -155,15 +155,15 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
             self.share_buffers()
         return self._weigh(outputs)
 
-    def _take_edited_buffers(self, i: int) -> None:
+    def _take_edited(self, buffers: list[Tensor], i: int) -> None:
         """Hooks may have edited the module's buffers, which are those of replica i here."""
-        edited = read_buffers(self.module, len(self._buffers[i]))
-        if self.num_local > 1 and not torch.equal(edited, self._buffers[i]):
+        edited = read_buffers(self.module, len(buffers[i]))
+        if self.num_local > 1 and not torch.equal(edited, buffers[i]):
             raise MisconfigurationException(
                 "A hook has edited buffers within an update, of one of several replicas here: "
                 "edit them in `on_train_batch_end` of its last batch, or leave out `replicas`."
             )
-        self._buffers[i] = edited
+        buffers[i] = edited
 
     def _look_at_buffers(self) -> Any:
         """Another value after most edits. It does not wait for the device."""
@@ -316,7 +316,7 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
                 closure_loss = scale_gradient(closure_loss, factor)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
         if self._buffers and (self.num_local == 1 or self._look_at_buffers() != self._seen_buffers):
-            self._take_edited_buffers(-1)
+            self._take_edited(self._buffers, -1)
         window = self._open_window()
         window.open(parameters)
         self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
@@ -374,7 +374,8 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
         trained = crc32(bytes(p.requires_grad for p in exchange.parameters))
         bits = self.compare_facts("gradients", np.packbits(has_gradient), parameters=trained)
         found = np.unpackbits(bits, axis=1, count=len(has_gradient))
-        sums, all_buffers = exchange.sum(found.any(axis=0).tolist())
+        is_present: Any = found.any(axis=0).tolist()
+        sums, all_buffers = exchange.sum(is_present)
         if self._buffers:
             self.share_buffers(all_buffers)
         pairs = zip(exchange.parameters, sums)
