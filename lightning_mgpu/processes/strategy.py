@@ -48,7 +48,6 @@ class ProcessPerDeviceStrategy(DDPStrategy):
     replicas: int | None = None
     host_group: Any = None  # for meetings
     cells: Cells | None = None  # for meetings in shared memory
-    num_passes = 0  # over loaders
     _kept: dict[str, Any] | None = None  # states of generators, in a step or an evaluation
     is_in_step = False  # of one of several replicas
     _averaged: Sequence[Any] = ()  # logged values of an evaluation
