@@ -30,7 +30,10 @@ LINES = [
 ]
 LIMITS = [f"--trainer.limit_{stage}_batches=2" for stage in ("train", "val", "test")]
 SHORT = ["--trainer.max_epochs=1", "--output.pictures=false"]
-UNFREEZE = "unfreeze_backbone_at_epoch: 1"
+SHORTER = {  # the page names such crops, too
+    "unfreeze_backbone_at_epoch: 2": "unfreeze_backbone_at_epoch: 1",
+    "PRETRAINED.transforms()": "PRETRAINED.transforms(crop_size=64, resize_size=64)",
+}
 PRETRAINED = ResNet18_Weights.DEFAULT
 TWO_REPLICAS = ["--trainer.devices=1", "--trainer.strategy.replicas=2"]
 
@@ -39,7 +42,9 @@ TWO_REPLICAS = ["--trainer.devices=1", "--trainer.strategy.replicas=2"]
 def kitchen(tmp_path: Path, main: Callable[..., int], monkeypatch: pytest.MonkeyPatch) -> Path:
     """A directory with the page's files, and with images to predict."""
     for name, content in FILES.items():
-        (tmp_path / name).write_text(content.replace("unfreeze_backbone_at_epoch: 2", UNFREEZE))
+        for long, short in SHORTER.items():
+            content = content.replace(long, short)
+        (tmp_path / name).write_text(content)
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     (hub := tmp_path / "hub" / "checkpoints").mkdir(parents=True)
     torch.save(resnet18().state_dict(), hub / Path(PRETRAINED.url).name)
