@@ -17,7 +17,6 @@ from pathlib import Path
 import pytest
 
 from lightning_mgpu.cli.main import main as run_command_line
-from tests.conftest import run_devices
 from tests.strategies.conftest import run_in_processes
 
 pytestmark = pytest.mark.slow
@@ -109,9 +108,6 @@ def test_a_dataset_trains_alike_everywhere(project: Path, main: Callable) -> Non
             assert other == pytest.approx(row, rel=1e-4), name
 
 
-@pytest.mark.skipif(
-    run_devices(1)[0].type == "sim", reason="on simulated devices: they have no fused GRU"
-)
 def test_a_loss_per_token(
     project: Path, main: Callable[..., int], capfd: pytest.CaptureFixture
 ) -> None:

@@ -16,6 +16,7 @@ SHORTER = {
     "steps=10,": "steps=2,",
     "steps=96 // k": "steps=4 // k",
     '"steps": 5': '"steps": 2',
+    "range(80)": "range(8)",
     "trace(find_allreduce(function), 16, numel)": "trace(find_allreduce(function), 4, numel)",
 }
 

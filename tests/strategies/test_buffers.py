@@ -101,19 +101,15 @@ class Counts(Weighted, Normalized):
 SYNCED = {"1d": Normalized, "2d": Images, "no statistics": no_statistics, "weights": Counts}
 
 
-def classes_of_layers() -> list[str]:
-    module = Normalized()
-    fit(lambda: module, data(), sync_batchnorm=True, max_epochs=1)
-    return [*module.classes, type(module.net[1]).__name__]
-
-
 def fit_all() -> dict[str, Any]:
     runs = {name: attempt(fit, make, data(), sync_batchnorm=True) for name, make in SYNCED.items()}
     runs["plain"] = attempt(fit, Still, data())
     runs["edited"] = attempt(fit, Averages, data())
     runs["counts"] = attempt(fit, CountsInForward, data(), data())
     runs["recomputed"] = attempt(fit, Recomputed, data())
-    return {**runs, "classes": attempt(classes_of_layers)}
+    module = Normalized()
+    attempt(fit, lambda: module, data(), sync_batchnorm=True, max_epochs=1)
+    return {**runs, "classes": [*module.classes, type(module.net[1]).__name__]}
 
 
 class Still(Normalized):
