@@ -67,7 +67,7 @@ def cut(batch: Any, sizes: Sequence[int]) -> list[Any]:
     def piece(rows: slice, part: Any) -> Any:
         is_list = type(part) in (list, tuple)
         lists = [item for item in part if isinstance(item, (list, tuple))] if is_list else []
-        # of lists in it, nobody knows whether they are samples, or fields that torch has collated
+        # inner lists may be samples, or fields that torch has collated: nothing tells
         if is_list and (len(part) not in (0, 1, num) or {*map(len, lists)} == {num}):
             raise ValueError(f"A list of {len(part)} in a batch of {num} samples cannot be split.")
         has_rows = part.ndim if isinstance(part, ARRAYS) else is_list

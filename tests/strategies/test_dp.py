@@ -39,7 +39,7 @@ def test_training_is_that_of_one_device(name: str) -> None:
 
 
 class OldLayers(Net):
-    """Weights that are no parameters, a second list of them, and a hook that sees the sum."""
+    """Weights that are not parameters, a second list of them, and a hook that sees the sum."""
 
     def __init__(self) -> None:
         super().__init__()
