@@ -17,8 +17,8 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 ENDED = "has ended: see any message above, or whether there is enough memory"
 CAUSES = (
     "Commonest causes: it needs longer, for example for a download; or only one process saves a "
-    "checkpoint, sets `should_stop` or logs with sync_dist=True; or only "
-    "some losses have a weight: all of an update need one, or none"
+    "checkpoint, sets `should_stop`, freezes a parameter or logs with sync_dist=True; or only some "
+    "losses have a weight: all of an update need one, or none"
 )
 
 
