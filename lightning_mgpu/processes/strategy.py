@@ -130,8 +130,14 @@ class ProcessPerDeviceStrategy(DDPStrategy):
             )
         if self._start_method == "fork":  # Python seeds `random` again in a child
             random.seed(torch.initial_seed())
-        # what samplers draw from here on, they draw alike in all processes
+        self.share_generators()
+
+    def share_generators(self) -> None:
+        """What samplers and hooks draw from here on, they draw alike in all processes."""
         _set_rng_states(self.broadcast(_collect_rng_states(include_cuda=False)))
+
+    def on_train_start(self) -> None:  # after those of the module and of callbacks
+        self.share_generators()
 
     def on_validation_start(self) -> None:
         """Processes draw other numbers in it: as many as they have samples to evaluate."""

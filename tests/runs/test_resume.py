@@ -72,11 +72,8 @@ def test_a_run_stopped_in_its_test_is_tested_again(
     assert drawn[0] == drawn[1]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "strategy",
-    [*(pytest.param(each, marks=pytest.mark.weekly) for each in ("one_device", "ddp")), "manual"],
-)
+@pytest.mark.weekly  # each time under an exchange, and on two machines
+@pytest.mark.parametrize("strategy", ["one_device", "ddp", "manual"])
 def test_kill_9(strategy: str, command: Any, own: Path, tmp_path: Path) -> None:
     """It is followed by SIGTERM, which ends the processes that the first one has started."""
     few = [f"--trainer.limit_{stage}_batches=2" for stage in ("val", "test")]
