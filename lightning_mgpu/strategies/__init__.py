@@ -2,18 +2,18 @@
 
 The way of a batch through `manual_allreduce`, in every process:
 
- 1. ShardReader            reads the shards of my replicas, of every batch        shards/reader.py
- 2. training_step          the user's step, on each of my shards               manual_allreduce.py
- 3.   read_buffers         my replicas' buffers, as they are after it                   buffers.py
- 4.   shares_of_batch      each shard's share of the global batch                 shards/loader.py
- 5. backward               my gradients                                        manual_allreduce.py
- 6.   exchange_gradients   they go, and the sums come back                     manual_allreduce.py
- 7.   Exchange.write       into blocks: shared memory, or a message                   exchange.py
- 8.   compare_facts        the meeting: is all alike? whose gradients?     processes/strategy.py
- 9.   Exchange.sum         the user's allreduce, on all replicas' rows                 exchange.py
-10.   share_buffers        all replicas get the same buffers                   manual_allreduce.py
-11. optimizer_step         my update; Lightning calls stops 2 to 10 in it      manual_allreduce.py
-12. compare_weights        before a checkpoint: are all replicas equal?        manual_allreduce.py
+ 1. ShardReader           reads the shards of my replicas, of every batch  shards/reader.py
+ 2. training_step         the user's step, on each of my shards            manual_allreduce.py
+ 3.   read_buffers        my replicas' buffers, as they are after it       buffers.py
+ 4.   shares_of_batch     each shard's share of the global batch           shards/loader.py
+ 5. backward              my gradients                                     manual_allreduce.py
+ 6.   exchange_gradients  they go, and the sums come back                  manual_allreduce.py
+ 7.   Exchange.write      into blocks: shared memory, or a message         exchange.py
+ 8.   compare_facts       the meeting: is all alike? whose gradients?      processes/strategy.py
+ 9.   Exchange.sum        the user's allreduce, on all replicas' rows      exchange.py
+10.   share_buffers       all replicas get the same buffers                manual_allreduce.py
+11. optimizer_step        my update; Lightning calls stops 2 to 10 in it   manual_allreduce.py
+12. compare_weights       before a checkpoint: are all replicas equal?     manual_allreduce.py
 
 A step meets once before the sums (8) and, in shared memory, once after them (in 9). In messages
 between CPUs the blocks travel beside the meeting, and between GPUs after it. Then the sums travel
