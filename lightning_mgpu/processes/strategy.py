@@ -7,7 +7,7 @@ import atexit
 import random
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from zlib import crc32
 
@@ -108,7 +108,9 @@ class ProcessPerDeviceStrategy(DDPStrategy):
 
     def setup_distributed(self) -> None:
         if not self.is_alone:
-            with isolate_rng():  # it would seed the generators again
+            # Lightning seeds the generators again, which only a forkserver's child needs
+            is_seeded = self._start_method != "forkserver"
+            with isolate_rng() if is_seeded else nullcontext():
                 super().setup_distributed()
             self.host_group = host_group(dist.group.WORLD, self._timeout)
 
