@@ -253,7 +253,9 @@ class TrainingCLI(LightningCLI):
             way_on = f"go on with: {command()} fit --resume={shlex.quote(self.notes['run'])}"
         if isinstance(error, (KeyboardInterrupt, SystemExit)):
             print_once(f"stopped; {way_on}")
-            return SystemExit(130)  # Lightning exits with 1 in its handler of Ctrl-C
+            # Lightning exits with 1 in its handler of Ctrl-C
+            is_ctrl_c = KeyboardInterrupt in (type(error), type(error.__context__))
+            return SystemExit(130 if is_ctrl_c else getattr(error, "code", None) or 1)
         if isinstance(error, ProcessEnded) or "/gloo/transport/" in str(error):
             return ProcessEnded(f"{str(error).partition('. This is ')[0]}; {way_on}")
         if isinstance(error, OSError):

@@ -16,17 +16,16 @@ import torch
 from lightning.pytorch import Trainer
 from torch import Tensor
 from torch.utils import data
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from lightning_mgpu.seeds import new_generator
 from lightning_mgpu.shards.reader import ShardKeys, ShardReader, cut_indices, only_shard
 
 
-class GlobalBatchSampler(data.DistributedSampler, data.SequentialSampler):
+class GlobalBatchSampler(data.DistributedSampler):
     """The order of the samples, in global batches.
 
-    It is a `DistributedSampler`, so that Lightning calls `set_epoch` and injects no other sampler,
-    and a `SequentialSampler`, which `overfit_batches` keeps: `batch_loader` does not shuffle then.
+    It is a `DistributedSampler`, so that Lightning calls `set_epoch` and injects no other sampler.
     Unlike torch's it repeats no sample. `whole_batches` is for a `ShardLoader`, which cuts them.
     Under other strategies, it yields the shard of process `rank` of `num_replicas` processes.
 
@@ -49,7 +48,7 @@ class GlobalBatchSampler(data.DistributedSampler, data.SequentialSampler):
         super().__init__(range(num_samples), num_replicas, rank, shuffle, seed, drop_last)  # type: ignore[arg-type]
         self.batch_size = batch_size
         self.sizes = [*map(len, self._split(torch.arange(num_samples)))]
-        self.smallest_batch = min(self.sizes, default=0)
+        self.smallest_batch = min(self.sizes)
         if self.smallest_batch < num_replicas:
             few = f"data.batch_size={batch_size} leaves a batch of only {self.smallest_batch}"
             raise ValueError(f"{few} of {num_samples} samples for {num_replicas} processes.")
@@ -83,6 +82,10 @@ class GlobalBatchSampler(data.DistributedSampler, data.SequentialSampler):
             return order[: len(order) - dropped].split(self.batch_size)
         # sizes equal up to one: a tiny last batch might have fewer samples than there are processes
         return order.tensor_split(-(-len(order) // self.batch_size))
+
+
+class SequentialBatchSampler(GlobalBatchSampler, data.SequentialSampler):
+    """What Lightning's `overfit_batches` takes for a sampler that does not shuffle."""
 
 
 class BatchLoader(DataLoader):
@@ -121,11 +124,13 @@ def batch_loader(
     if trainer is not None:
         share = trainer.world_size, trainer.global_rank
         shuffle = shuffle and not trainer.overfit_batches  # type: ignore[attr-defined]
-        if getattr(dataset, "device", torch.device("cpu")).type == "cpu":
+        first: Any = dataset.tensors[0] if isinstance(dataset, TensorDataset) else dataset
+        if getattr(first, "device", torch.device("cpu")).type == "cpu":
             kwargs.setdefault("pin_memory", trainer.strategy.root_device.type not in ("cpu", "mps"))
     seed = int(os.environ.get("PL_GLOBAL_SEED", 0)) if seed is None else seed
     num: int = len(dataset)  # type: ignore[arg-type]
-    sampler = GlobalBatchSampler(num, batch_size, shuffle, seed, drop_last, *share)
+    new_sampler = GlobalBatchSampler if shuffle else SequentialBatchSampler
+    sampler = new_sampler(num, batch_size, shuffle, seed, drop_last, *share)
     reader = ShardReader(dataset, collate_fn)
     kwargs["generator"] = torch.Generator()  # else torch's would lose a number that dropout draws
     return BatchLoader(reader, batch_size=None, sampler=sampler, collate_fn=only_shard, **kwargs)  # type: ignore[arg-type]

@@ -5,6 +5,7 @@ python -m lightning_mgpu fit --data.batch_size=512 --data.augment=true
 
 import os
 import warnings
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -12,6 +13,7 @@ from lightning.pytorch import LightningDataModule
 from torch import Tensor
 from torch.utils.data import DataLoader
 from torchvision.datasets import FashionMNIST as FashionMNISTFiles
+from torchvision.datasets.mnist import read_image_file, read_label_file
 
 from lightning_mgpu.data.batches import batch_loader
 from lightning_mgpu.data.images import InMemoryImages
@@ -54,8 +56,8 @@ class FashionMNIST(LightningDataModule):
         self.normalize, self.augment, self.device_resident = normalize, augment, device_resident
         self.crop_padding = crop_padding
         self.seed = int(os.environ.get("PL_GLOBAL_SEED", 0)) if seed is None else seed
-        if val_size < 0:
-            raise ValueError(f"data.val_size={val_size}: choose 0, or more.")
+        if min(val_size, crop_padding) < 0:
+            raise ValueError(f"{val_size=}, {crop_padding=} of the data: take no number below 0.")
         self.validates_on_test_set = val_size == 0
         self.origin = "SYNTHETIC images, not Fashion-MNIST"  # or where the files came from
 
@@ -99,8 +101,9 @@ class FashionMNIST(LightningDataModule):
         """Images (N, 1, 28, 28), uint8, and labels (N,)."""
         if self.source == "synthetic":
             return synthetic_fashion_mnist(60_000 if train else 10_000, seed=int(train))
-        files = FashionMNISTFiles(self.root, train)
-        return files.data[:, None], files.targets
+        prefix = f"{Path(self.root).expanduser()}/FashionMNIST/raw/{'train' if train else 't10k'}"
+        labels = read_label_file(f"{prefix}-labels-idx1-ubyte")
+        return read_image_file(f"{prefix}-images-idx3-ubyte")[:, None], labels
 
 
 def synthetic_fashion_mnist(num_samples: int, seed: int) -> tuple[Tensor, Tensor]:

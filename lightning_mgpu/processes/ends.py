@@ -4,7 +4,9 @@ A process waits in Python: in C++ it would see neither Ctrl-C nor SIGTERM.
 """
 
 import atexit
+import ctypes
 import os
+import signal
 import time
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -14,6 +16,8 @@ import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+MAIN_PROCESS = "LIGHTNING_MGPU_MAIN_PROCESS"  # the id of the one that starts the others
+SET_DEATH_SIGNAL = 1  # of prctl
 ENDED = "has ended: see any message above, or whether there is enough memory"
 CAUSES = (
     "Commonest causes: it needs longer, for example for a download; or only one process saves a "
@@ -76,6 +80,14 @@ def handle_signals(trainer: Any) -> None:
 
     connector._sigterm_notifier_fn = note
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
+
+
+def end_with_main_process(is_on: bool = True) -> None:
+    """Let the system end this process when the one that has started it ends."""
+    if MAIN_PROCESS in os.environ and hasattr(os, "memfd_create"):  # on Linux
+        ctypes.CDLL(None).prctl(SET_DEATH_SIGNAL, signal.SIGKILL if is_on else 0)
+        if is_on and str(os.getppid()) != os.environ[MAIN_PROCESS]:
+            raise ProcessEnded("the main process has ended")
 
 
 @cache

@@ -3,11 +3,11 @@
 Launching, ranks and collectives are DDPStrategy's. There is no DDP wrapper.
 """
 
-import atexit
+import os
 import random
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 from zlib import crc32
 
@@ -18,15 +18,22 @@ from lightning.fabric.utilities.data import _auto_add_worker_init_fn
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 from lightning.pytorch import Trainer
+from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 
-from lightning_mgpu.processes.ends import ProcessEnded, handle_signals, host_group
+from lightning_mgpu.processes.ends import (
+    MAIN_PROCESS,
+    end_with_main_process,
+    handle_signals,
+    host_group,
+)
 from lightning_mgpu.processes.meeting import SLOT, Cells, gather, send_to_all, share_memory
 from lightning_mgpu.shards.checksum import checksum
 from lightning_mgpu.shards.loader import Pass, ShardLoader
+from lightning_mgpu.shards.split_batch import num_samples
 
 DIFFER = "the processes do not run the same program"
 FACTS = {
@@ -48,6 +55,7 @@ class ProcessPerDeviceStrategy(DDPStrategy):
     replicas: int | None = None
     host_group: Any = None  # for meetings
     cells: Cells | None = None  # for meetings in shared memory
+    num_passes = 0  # over loaders
     _kept: dict[str, Any] | None = None  # states of generators, in a step or an evaluation
     is_in_step = False  # of one of several replicas
     _averaged: Sequence[Any] = ()  # logged values of an evaluation
@@ -85,13 +93,21 @@ class ProcessPerDeviceStrategy(DDPStrategy):
         return self.world_size == 1
 
     @property
+    def starts_processes(self) -> bool:
+        """Whether the first process starts the others, and not torchrun or SLURM."""
+        return isinstance(self.cluster_environment, LightningEnvironment)
+
+    @property
     def is_one_machine(self) -> bool:
         """Whether several processes may have memory in common."""
         return self.num_nodes == 1 and not self.is_alone
 
     def _configure_launcher(self) -> None:
-        if not self.is_alone:  # one process needs no launcher and no process group
-            super()._configure_launcher()
+        if self.is_alone:  # one process needs no launcher and no process group
+            return
+        super()._configure_launcher()
+        if self.local_rank == 0 and self.starts_processes:
+            os.environ[MAIN_PROCESS] = str(os.getpid())
 
     def setup_environment(self) -> None:
         if self.num_replicas % self.world_size:
@@ -108,6 +124,8 @@ class ProcessPerDeviceStrategy(DDPStrategy):
 
     def setup_distributed(self) -> None:
         if not self.is_alone:
+            if self.local_rank > 0 and self.starts_processes:
+                end_with_main_process()
             # Lightning seeds the generators again, which only a forkserver's child needs
             is_seeded = self._start_method != "forkserver"
             with isolate_rng() if is_seeded else nullcontext():
@@ -244,21 +262,29 @@ class ProcessPerDeviceStrategy(DDPStrategy):
             return step(*args, **kwargs)
         for value in self._averaged:  # as it was logged: Lightning compares
             value.meta.sync.should = False
-        trainer, running = self.module.trainer, self.passes()
-        results: Any = trainer._results or {}
-        if results and len(running) == 1 and running[0].read and not running[0].has_rows:
-            # the shape of a batch does not tell, but the indices do; one may be read ahead
-            ahead = len(getattr(trainer._active_loop._data_fetcher, "batches", ()))
-            keys = running[0].read[-1 - ahead]
-            results.batch_size = sum(map(len, keys.indices)) if keys else None
+        results: Any = self.module.trainer._results  # none in `predict`; empty before the first
+        if results is not None and len(running := self.passes()) == 1:
+            results.batch_size = self._count_samples(running[0], args[0])
         output = step(*args, **kwargs)
-        logged = {n: v for n, v in results.items() if v.is_tensor and "_step" in v.meta.fx}
+        named = {} if results is None else results
+        logged = {n: v for n, v in named.items() if v.is_tensor and "_step" in v.meta.fx}
         synced = {n: v.meta.sync for n, v in logged.items() if not v.meta.sync.rank_zero_only}
         self._averaged = [logged[name] for name, sync in synced.items() if not sync.should]
         for value in self._averaged:
             value.meta.sync.should = True
         self.compare_facts("an evaluation's step", names=[*synced])
         return output
+
+    def _count_samples(self, running: Pass, batch: Any) -> int | None:
+        """The rows of an evaluation's batch; its indices, if its shape does not tell."""
+        if running.has_rows:
+            with suppress(ValueError):
+                return num_samples(batch)
+        fetcher: Any = self.module.trainer._active_loop._data_fetcher
+        ahead = len(getattr(fetcher, "batches", ()))
+        ahead += bool(running.read) and running.read[-1] is None  # there is no further batch
+        keys = running.read[-1 - ahead] if len(running.read) > ahead else None
+        return sum(map(len, keys.indices)) if keys else None
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """As DDPStrategy's, with exact means of integers: Lightning's counts of samples."""
@@ -298,13 +324,10 @@ class ProcessPerDeviceStrategy(DDPStrategy):
                 f"{self.why_weights_differ}."
             )
 
-    def on_exception(self, exception: BaseException) -> None:
-        if isinstance(exception, ProcessEnded):  # one of the others may hang
-            atexit.register(self.launcher.kill, signal.SIGKILL)  # type: ignore[union-attr]
-
     def teardown(self) -> None:
         if self.host_group is None and not self.is_alone:  # it has only started ("fork") the others
             self.launcher.kill(signal.SIGKILL)  # type: ignore[union-attr]
         self.barrier()  # the main process does not leave a worker that still works
+        end_with_main_process(False)
         self.cells = None  # memory that a garbage collector would keep
         super().teardown()

@@ -83,9 +83,11 @@ class ShardLoader:
         is_look = number is None or module._current_fx_name is not None
         unmoved = partial(isolate_rng, include_cuda=False)
         guard = unmoved if is_look else self.strategy.kept_generators
-        # two loaders over one dataset, and two passes over a loader, draw other numbers
-        where = repr([trainer.fit_loop.total_batch_idx, number])
-        seed = crc32(torch.get_rng_state().numpy().data, crc32(where.encode()))
+        self.strategy.num_passes += not is_look
+        # two loaders over one dataset, and all passes over one loader, draw other numbers
+        where = [trainer.fit_loop.total_batch_idx, number]
+        where += [] if trainer.state.fn == "fit" else [self.strategy.num_passes]
+        seed = crc32(torch.get_rng_state().numpy().data, crc32(repr(where).encode()))
         with guard():
             if not knows_indices(self.loader):
                 return Pass(self, seed, self._read_whole(iter(self.loader)), guard)
@@ -126,9 +128,9 @@ class ShardLoader:
                 continue
             if num > (most or num):
                 raise ValueError(f"{num} samples in a batch of {most}: collate it to tensors.")
-            first_sample = cut(batch, [1, num - 1])[0]
             shards = cut(batch, shard_sizes(num, [1] * k))[replicas.start : replicas.stop]
-            keys = keys._replace(order=checksum([num, first_sample]))
+            first, _, last = cut(batch, [1, num - 2, 1])
+            keys = keys._replace(order=checksum([num, first, last]))
             yield Shards(shards, keys, (0, True))
 
 
@@ -163,7 +165,7 @@ class Pass:
         # the indices of each batch that Lightning notes for `predict`
         sampler: Any = getattr(self.loader, "batch_sampler", None)
         if hasattr(sampler, "seen_batch_indices"):
-            sampler.seen_batch_indices[keys.number :] = [[*chain(*keys.indices)]]
+            sampler.seen_batch_indices[keys.number : keys.number + 1] = [[*chain(*keys.indices)]]
         return batch if len(batch.shards) > 1 else batch.shards[0]
 
 
@@ -188,7 +190,7 @@ class ShardSampler:
         k, replicas = self.loader.num_shards, self.loader.replicas
         if self.loader.trains:
             shard_sizes(smallest_batch(sampler) or k, [1] * k)  # raises if one is empty
-        if self.loader.joins():
+        if self.loader.joins() and (smallest_batch(sampler) or 0) < k:
             batches = join(batches, k)
         for number, batch in enumerate(batches):
             probe = batch if number == 0 and k > 1 else ()

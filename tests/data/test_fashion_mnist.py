@@ -47,7 +47,7 @@ def test_validation_is_split_off_by_the_seed(make_data: Callable) -> None:
 def test_options(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PL_GLOBAL_SEED", "17")
     assert FashionMNIST().seed == 17 and FashionMNIST(seed=2).seed == 2
-    with pytest.raises(ValueError, match=r"data\.val_size=-1: choose 0, or more"):
+    with pytest.raises(ValueError, match="val_size=-1, crop_padding=2 of the data"):
         FashionMNIST(val_size=-1)
     data = FashionMNIST(source="synthetic", val_size=0)
     with pytest.warns(UserWarning, match="made-up images; no accuracy means anything"):

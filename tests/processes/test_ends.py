@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -156,38 +156,49 @@ def test_a_fit_leaves_no_files_threads_and_memory() -> None:
 
 
 SCRIPT = """
-import os, time
+import os, sys, time
 from tests.strategies.conftest import Net, fit
 class Sleeps(Net):
     def training_step(self, batch, batch_idx):
         if batch_idx == 2 and os.environ["LOCAL_RANK"] == "1":
             print("asleep", flush=True)
-            time.sleep(5)
+            time.sleep(300)
         return self.loss(batch)
+if "late" in sys.argv and "LOCAL_RANK" in os.environ:
+    print("asleep", flush=True)
+    time.sleep(2)
 fit(Sleeps, devices=2, strategy="manual_allreduce")
 """
 
 
 @pytest.fixture
-def script(tmp_path: Path) -> Iterator[subprocess.Popen]:
-    """A plain script of two processes, when the second one sleeps."""
+def script(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen]]:
+    """Starts a plain script of two processes, and returns when the second one sleeps."""
     (tmp_path / "train.py").write_text(SCRIPT)
-    line, pipe = [sys.executable, str(tmp_path / "train.py")], subprocess.PIPE
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    process = subprocess.Popen(
-        line, stdout=pipe, stderr=pipe, text=True, start_new_session=True, env=env
-    )
-    try:
+    started = []
+
+    def start(*args: str) -> subprocess.Popen:
+        line, pipe = [sys.executable, str(tmp_path / "train.py"), *args], subprocess.PIPE
+        env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+        process = subprocess.Popen(
+            line, stdout=pipe, stderr=pipe, text=True, start_new_session=True, env=env
+        )
+        started.append(process)
         assert process.stdout is not None and process.stdout.readline() == "asleep\n"
-        yield process
-    finally:
-        with suppress(ProcessLookupError):
+        return process
+
+    yield start
+    for process in started:
+        if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_a_signal_ends_both(number: int, script: subprocess.Popen) -> None:
-    """`communicate` ends when no process holds the pipes."""
-    script.send_signal(number)
-    script.communicate(timeout=60)
+@pytest.mark.parametrize(
+    ("number", "args"), [(signal.SIGKILL, ["late"]), (signal.SIGKILL, []), (signal.SIGTERM, [])]
+)
+def test_a_signal_ends_both(number: int, args: list[str], script: Callable) -> None:
+    """Before they meet, and in a step: `communicate` ends when no process holds the pipes."""
+    process = script(*args)
+    process.send_signal(number)
+    process.communicate(timeout=60)

@@ -104,7 +104,10 @@ def fit_run(name: str, replicas: int | None = None) -> Any:
 def evaluate() -> dict[str, float]:
     torch.manual_seed(0)
     trainer, module = new_trainer(), Logs().double()
+    # of one batch, and the first evaluation of its Trainer: 2 samples and 1
+    few = new_trainer().test(module, DataLoader(samples(3, 7), 4), verbose=False)[0]
     first = trainer.validate(module, val_loaders()[0], verbose=False)[0]
+    first |= {f"few_{name}": value for name, value in few.items()}
     return {**first, **trainer.test(module, val_loaders()[1], verbose=False)[0]}
 
 
