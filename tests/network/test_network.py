@@ -29,6 +29,7 @@ FIT = (
     *("--output.curve=false", "--trainer.strategy=manual_allreduce"),
     "--trainer.strategy.replicas=4",
 )
+FEW = "--trainer.limit_train_batches=12"
 FAST = ("network", "--delay_ms=0.5", "--mbit=500")
 ON_ONE = ("--trainer.accelerator=cpu", "--trainer.num_nodes=1", "--trainer.devices=2")
 # machine 0 times round trips and then pieces of 2 MB; machine 1 sends back, and then sends
@@ -149,8 +150,8 @@ def fingerprint(command: Any, *args: str) -> tuple[str, str]:
 def test_the_same_bits_as_on_one_machine(command: Any, machines: None) -> None:
     """With two of which one is killed, when one machine goes on."""
 
-    whole, _ = fingerprint(command, *FIT, *ON_ONE)
-    process, workers = start_training(command, "--run_dir=killed")
+    whole, _ = fingerprint(command, *FIT, *ON_ONE, FEW)
+    process, workers = start_training(command, "--run_dir=killed", FEW)
     os.kill(workers[1], signal.SIGKILL)
     code, out, err = command.finish(process, timeout=100)
     assert code == 2 and "machine 1, exit status -9:" in out
@@ -192,7 +193,7 @@ def test_an_ended_command_leaves_nothing(
     number: int, status: int, command: Any, machines: None
 ) -> None:
     """No process is in the namespaces: then these are gone, and so are their TUN devices."""
-    process, workers = start_training(command, "--trainer.max_epochs=1000")
+    process, workers = start_training(command, "--trainer.max_epochs=1000", FEW)
     spaces = {os.readlink(f"/proc/{each}/ns/net") for each in workers}
     assert len(spaces) == 2 and spaces <= namespaces()
     process.send_signal(number)

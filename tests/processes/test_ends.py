@@ -195,7 +195,11 @@ def script(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("number", "args"), [(signal.SIGKILL, ["late"]), (signal.SIGKILL, []), (signal.SIGTERM, [])]
+    ("number", "args"),
+    [
+        pytest.param(signal.SIGKILL, ["late"], marks=pytest.mark.weekly),
+        *((number, []) for number in (signal.SIGKILL, signal.SIGTERM)),
+    ],
 )
 def test_a_signal_ends_both(number: int, args: list[str], script: Callable) -> None:
     """Before they meet, and in a step: `communicate` ends when no process holds the pipes."""
