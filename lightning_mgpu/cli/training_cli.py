@@ -212,7 +212,7 @@ class TrainingCLI(LightningCLI):
         if why:
             print_once(f"stopped early: {why}")
         if best := self.record.results["best"]:
-            print_once(f"best checkpoint: {best['path']}")
+            print_once(f"best checkpoint: {os.path.relpath(best['path'])}")
         metrics = self.test_best()
         shown = {"test_acc": metrics["test_acc"]} if "test_acc" in metrics else metrics
         texts = [f"{name.replace('_', ' ')}: {value:.2f}" for name, value in shown.items()]

@@ -42,7 +42,7 @@ def test_the_best_is_tested_and_the_last_has_the_fingerprint(
     assert out[-1].endswith(" sec/epoch on [device(type='cpu')]")
     weights = last(tmp_path / "a")["state_dict"]
     assert out[-2] == f"fingerprint: {fingerprint(list(weights.values()))}"
-    assert f"best checkpoint: {best}" in out
+    assert f"best checkpoint: {os.path.relpath(best)}" in out
     weights_of_best = torch.load(best, map_location="cpu", weights_only=True)["state_dict"]
     assert not torch.equal(weights["net.1.bias"], weights_of_best["net.1.bias"])
     assert not [each for each in recwarn if "before the ``update`` method" in str(each.message)]
