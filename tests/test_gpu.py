@@ -39,7 +39,7 @@ def test_replicas_on_one_gpu_train_as_one_device(name: str) -> None:
         "dp": DataParallelStrategy(parallel_devices=two),
         "manual_allreduce": ManualAllreduceStrategy(replicas=2),
     }
-    assert_close(trained(strategies[name]), trained(), 1e-9)
+    assert_close(trained(strategies[name]), trained(), 1e-9, 1e-12)
 
 
 def trained_by_two_on_one() -> Any:
@@ -51,7 +51,7 @@ def trained_by_two_on_one() -> Any:
 def test_two_processes_on_one_gpu_train_as_one_device() -> None:
     one = trained()
     for found in run_in_processes(2, trained_by_two_on_one):
-        assert_close(found, one, 1e-9)
+        assert_close(found, one, 1e-9, 1e-12)
 
 
 @pytest.mark.skipif(len(gpus()) < 2, reason="needs two GPUs")
@@ -59,7 +59,7 @@ def test_two_processes_on_one_gpu_train_as_one_device() -> None:
 def test_processes_on_two_gpus_train_as_one_device(name: str) -> None:
     one = trained(devices=1)
     for found in run_in_processes(2, trained, name, 2):
-        assert_close(found, one, 1e-9)
+        assert_close(found, one, 1e-9, 1e-12)
 
 
 def test_an_epoch_of_the_books_lenet(main: Callable[..., int], capfd: Any) -> None:

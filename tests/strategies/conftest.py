@@ -115,10 +115,12 @@ def attempt(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return f"{type(error).__name__}: {error}"
 
 
-def assert_close(found: Any, expected: Any, rtol: float = 1e-10) -> None:
+def assert_close(found: Any, expected: Any, rtol: float = 1e-10, atol: float | None = None) -> None:
     """Nested dicts of tensors and numbers, or tuples of such."""
     assert not isinstance(found, str), found
-    torch.testing.assert_close(found, expected, rtol=rtol, atol=rtol / 100)
+    torch.testing.assert_close(
+        found, expected, rtol=rtol, atol=rtol / 100 if atol is None else atol
+    )
 
 
 def run_in_processes(k: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
