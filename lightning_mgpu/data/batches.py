@@ -65,7 +65,7 @@ class GlobalBatchSampler(data.DistributedSampler):
             order = torch.randperm(len(order), generator=generator)
         return map(Tensor.tolist, self._split(order))
 
-    def __iter__(self) -> Iterator[ShardKeys]:  # type: ignore[override]
+    def __iter__(self) -> Iterator[ShardKeys]:
         self.seen_batch_indices: list[list[int]] = []
         here = range(self.rank, self.rank + 1)
         for number, batch in enumerate(self.whole_batches()):
@@ -84,7 +84,7 @@ class GlobalBatchSampler(data.DistributedSampler):
         return order.tensor_split(-(-len(order) // self.batch_size))
 
 
-class SequentialBatchSampler(GlobalBatchSampler, data.SequentialSampler):
+class SequentialBatchSampler(GlobalBatchSampler, data.SequentialSampler):  # type: ignore[misc]
     """What Lightning's `overfit_batches` takes for a sampler that does not shuffle."""
 
 
