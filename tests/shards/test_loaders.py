@@ -1,14 +1,15 @@
 """Each process gets its part of every global batch, whatever the loader is."""
 
 from collections.abc import Callable, Iterator
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import BasePredictionWriter
+from lightning.pytorch.callbacks import BasePredictionWriter, LearningRateFinder
 from lightning.pytorch.utilities import CombinedLoader
-from torch.utils.data import DataLoader, IterableDataset, Subset
+from torch.utils.data import DataLoader, IterableDataset, Sampler, Subset
 
 from lightning_mgpu.data import batch_loader
 from tests.strategies.conftest import (
@@ -65,11 +66,52 @@ class Unweighted(Iterates):
         return super().training_step(dataloader_iter)["loss"]
 
 
+class Schedules(Net):
+    """Its optimizer asks for the number of steps, for which Lightning starts the loader."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer: Any = super().configure_optimizers()
+        total = int(self.trainer.estimated_stepping_batches)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.5, total)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+class StartsLoader(Net):
+    def on_fit_start(self) -> None:
+        self.trainer.fit_loop.setup_data()
+
+
+class FindsRate(Net):
+    lr = 0.1
+
+    def configure_callbacks(self) -> Any:
+        return LearningRateFinder(num_training_steps=8, update_attr=False)
+
+
+class Balanced(Sampler[list[int]]):
+    """Batches that are drawn one by one."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return (torch.randperm(57)[:10].tolist() for _ in range(len(self)))
+
+    def __len__(self) -> int:
+        return 6
+
+
+def balanced() -> DataLoader:
+    return DataLoader(samples(), batch_sampler=Balanced())
+
+
+def shuffled() -> DataLoader:
+    return DataLoader(samples(), 10, shuffle=True)
+
+
 def several(num: int = 57, second: int = 57, size: int = 10) -> Any:
     first = DataLoader(samples(num), 10, shuffle=True)
     return CombinedLoader({"a": first, "b": DataLoader(samples(second, 2), size)}, "max_size")
 
 
+STARTED = [*product((Schedules, StartsLoader, FindsRate), (balanced, shuffled))]
 LOADERS: dict[str, tuple[type[Net], Callable[[], Any]]] = {
     "shuffled, other random numbers": (Draws, lambda: None),
     "a stream": (Net, lambda: DataLoader(Stream(samples()), 10)),
@@ -77,6 +119,8 @@ LOADERS: dict[str, tuple[type[Net], Callable[[], Any]]] = {
     "several, of other sizes": (Several, lambda: several(60, 120, 20)),
     "several, one ends earlier": (Several, lambda: several(second=30)),
     "an iterator": (Iterates, lambda: DataLoader(samples(), 10, shuffle=True)),
+    # a hook starts the first pass over the loader
+    **{f"{make.__name__}, {data.__name__}": (make, data) for make, data in STARTED},
 }
 
 
@@ -100,7 +144,7 @@ def test_batches_are_those_of_one_device(name: str, in_two_processes: list[Any])
     expected = fit_loader(name)
     for found in (each[0][name] for each in in_two_processes):
         assert_close(found, expected)
-    if LOADERS[name][0] in (Net, Draws):  # the others need a process per replica
+    if not issubclass(LOADERS[name][0], (Several, Iterates)):  # which need a process per replica
         assert_close(fit_loader(name, 3), expected)
 
 
