@@ -1,5 +1,6 @@
 """Tries an exchange on small tensors before it trains."""
 
+from copy import deepcopy
 from io import BytesIO
 from typing import Any
 
@@ -7,7 +8,7 @@ import torch
 from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor
 
-from lightning_mgpu.exchanges.runner import drive, run_exchanges
+from lightning_mgpu.exchanges.route import Plan, State, run_exchanges, run_here
 
 SHAPES = ((), (7,), (24, 30), (6, 4, 5, 5))
 
@@ -31,32 +32,36 @@ def check_exchange(
             first, again = (call_three_times(function, k, like) for _ in range(2))
             if first != again:
                 raise RuntimeError("equal inputs and states give other bits in a second call")
-            _, states = torch.load(BytesIO(first), weights_only=True)
+            _, datas = torch.load(BytesIO(first), weights_only=True)
         except Exception as error:
             what = f"{type(error).__name__}: {' '.join(str(error).split())}"
             where = f"exchange {path_of(exchange or function)} with {dtype}"
             raise ValueError(f"{where}: {what}") from error
-        has_state |= any(data for each in states.values() for data in each.values())
+        has_state |= any(data for each in datas for data in each.values())
     return has_state
 
 
 def call_three_times(exchange: Any, k: int, like: dict[str, Tensor]) -> bytes:
-    """All results, each with the states of the call before, and the last states."""
+    """The results of three calls, each with the states of the call before, and the last states."""
     generator = torch.Generator().manual_seed(0)
-    states: dict[int, dict[Any, Any]] = {replica: {} for replica in range(k)}
-    returned: list[Tensor] = []
+    datas: list[dict[str, Any]] = [{name: {} for name in like} for _ in range(k)]
+    returned, plan = list[Tensor](), Plan()
     for call in range(3):
         replicas = [
-            {p: torch.randn(p.shape, generator=generator).to(p) for p in like.values()}
-            for _ in states
+            {name: torch.randn(p.shape, generator=generator).to(p) for name, p in like.items()}
+            for _ in range(k)
         ]
-        replicas[0] = {} if call == 2 else replicas[0]  # as of a shard that has no gradient
-        outcome = drive(run_exchanges(exchange, like, replicas, states, k, plan=[]))
-        states = outcome.states
-        returned += outcome.results.values()
+        if call == 2:  # as of a shard that has no gradient
+            replicas[0] = {name: torch.zeros_like(p) for name, p in like.items()}
+        datas = deepcopy(datas)  # as the strategy does
+        states = [
+            {name: State(name, replica, k, data) for name, data in each.items()}
+            for replica, each in enumerate(datas)
+        ]
+        returned += run_here(run_exchanges(exchange, like, replicas, states, 1, plan)).results
         if not all(X.isfinite().all() for X in returned):
             raise RuntimeError("gradients of zeros give a result that is not finite")
-    torch.save(move_data_to_device([returned, states], "cpu"), content := BytesIO())
+    torch.save(move_data_to_device([returned, datas], "cpu"), content := BytesIO())
     return content.getvalue()
 
 

@@ -6,9 +6,24 @@ step of SGD with Nesterov momentum. Local SGD is that step with `lr` 1 and no mo
 """
 
 from collections.abc import Callable, Generator
+from functools import partial
 from typing import Any
+from zlib import crc32
 
+import numpy as np
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
+
+from lightning_mgpu.exchanges.check import path_of
+from lightning_mgpu.exchanges.route import exact
+from lightning_mgpu.exchanges.strategy import ExchangeStrategy
+from lightning_mgpu.routes.buckets import Gradients
+from lightning_mgpu.shards.checksum import checksum
+from lightning_mgpu.strategies.buffers import read_buffers
 
 
 def nesterov(mean: Tensor, state: Any, lr: float = 1.0, momentum: float = 0.0) -> Tensor:
@@ -25,3 +40,134 @@ def exchange_and_step(
     """An exchange whose result is to be subtracted from the common weights."""
     mean = yield from exchange(difference, state)
     return outer(mean, state.setdefault("outer", {}))
+
+
+class LocalSGDStrategy(ExchangeStrategy):
+    """Replicas that update themselves by their own gradients, and exchange weights now and then.
+
+    Args:
+        every: H. After H updates the exchange gets the differences to the last common weights.
+        exchange, options: As for `ExchangeStrategy`, for the differences.
+        outer: A function of the mean difference and of a state, which returns what is subtracted
+            from the last common weights; or its dotted path.
+        outer_lr, outer_momentum: Of the step of SGD with Nesterov momentum that is the default.
+        parallel_devices, ...: As for `ManualAllreduceStrategy`. There is one replica per process.
+    """
+
+    saves_optimizers = True
+    flag_of_k = "devices"
+
+    def __init__(
+        self,
+        every: int = 16,
+        exchange: Callable[..., Any] = exact,
+        options: dict[str, Any] | None = None,
+        outer: Callable[..., Any] | None = None,
+        outer_lr: float = 1.0,
+        outer_momentum: float = 0.0,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(exchange, options, **kwargs)
+        if every < 1:
+            raise ValueError(f"{every=}: it is 1 or more")
+        if outer and (outer_lr, outer_momentum) != (1, 0):
+            raise ValueError("`outer_lr` and `outer_momentum` need the default of `outer`")
+        self.every, self.outer = every, outer
+        self.outer_lr, self.outer_momentum = outer_lr, outer_momentum
+        self._num_updates = 0  # since the last exchange of weights
+
+    def make_function(self) -> Callable[..., Any]:
+        default = partial(nesterov, lr=self.outer_lr, momentum=self.outer_momentum)
+        return partial(exchange_and_step, super().make_function(), self.outer or default)
+
+    def setup(self, trainer: Trainer) -> None:
+        super().setup(trainer)
+        if trainer.state.fn != TrainerFn.FITTING:
+            return
+        averages = WeightAveraging, StochasticWeightAveraging
+        callbacks: Any = vars(trainer)["callbacks"]
+        has_average = any(isinstance(each, averages) for each in callbacks)
+        if self.num_local > 1 or self._layer_sync is not None or has_average:
+            raise MisconfigurationException(
+                "An exchange of weights now and then needs one replica per process, no "
+                "sync_batchnorm, and no callback that averages weights."
+            )
+        self._num_updates = self._facts = 0
+        self._weights: Gradients = {}  # the last common ones
+
+    @torch.no_grad()
+    def exchange_gradients(self, replicas: list[Gradients], shares: list[float]) -> None:
+        """Nothing is sent: the gradient is the mean over this replica's own shard."""
+        facts = [each.facts for each in self.passes()]
+        self._facts = crc32(repr(facts).encode(), self._facts)
+        sums = {p: torch.empty_like(p).copy_(g) for p, g in replicas[0].items()}
+        self.set_sums(sums)
+        self.num_bytes[1] += sum(p.nbytes for p in sums)
+
+    def find_shares(self) -> list[float]:
+        return [1.0]
+
+    def gather_weights(self, weights: np.ndarray) -> np.ndarray:
+        return weights
+
+    def _find_trained(self) -> list[Tensor]:
+        return [p for p in self.module.parameters() if p.requires_grad]
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._weights:  # before a closure moves them, as SAM's do
+            self._weights = {p: p.detach().clone() for p in self._find_trained()}
+        return super().training_step(*args, **kwargs)
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().optimizer_step(*args, **kwargs)
+        self._num_updates += 1
+        if self._num_updates == self.every:
+            self.exchange_weights()
+        return output
+
+    def on_train_end(self) -> None:
+        self.exchange_weights()
+        super().on_train_end()
+
+    @torch.no_grad()
+    def exchange_weights(self) -> None:
+        """An outer step, if there was an update since the last one."""
+        if not self._num_updates:
+            return
+        self._num_updates = 0
+        if {*self._find_trained()} != {*self._weights}:
+            raise RuntimeError("Between two exchanges of weights, `requires_grad` must not change.")
+        differences = {p: (X - p) / self.num_replicas for p, X in self._weights.items()}
+        self._buffers = [each for each in [read_buffers(self.module)] if len(each)]
+        lrs = [group["lr"] for each in self.optimizers for group in each.param_groups]
+        names = [name for name, p in self.module.named_parameters() if p in differences]
+        since_last = crc32(repr((self._facts, checksum(lrs), names)).encode())
+        self._facts = 0
+        steps, _ = self.exchange_all([differences], "weights to exchange", since_last=since_last)
+        for p, step in steps.items():
+            p.copy_(self._weights[p].sub_(step))
+        self._weights = {}
+
+    def share_buffers(self, rows: Tensor | None = None) -> None:
+        """They are shared when weights are, and not in every step."""
+        if not self._num_updates:
+            super().share_buffers(rows)
+
+    def compare_weights(self) -> None:
+        if not self._num_updates:  # else they differ
+            super().compare_weights()
+
+    def on_validation_start(self) -> None:
+        self.exchange_weights()
+        super().on_validation_start()
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The weights of a checkpoint: all processes ask for them, before anything else."""
+        self.exchange_weights()
+        return super().lightning_module_state_dict()
+
+    def find_settings(self) -> dict[str, Any]:
+        names = ("every", "outer_lr", "outer_momentum")
+        own = {f"strategy.{name}": getattr(self, name) for name in names}
+        outer = {"strategy.outer": path_of(self.outer) if self.outer else None}
+        return {**super().find_settings(), **own, **outer}

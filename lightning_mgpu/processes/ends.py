@@ -30,16 +30,16 @@ class ProcessEnded(RuntimeError):
     """Another process has ended, has not come in time, or is at another place."""
 
 
-def wait(strategy: Any, late: Callable[[], Sequence[int]]) -> None:
+def wait(meeting: Any, late: Callable[[], Sequence[int]]) -> None:
     """Wait until all processes have come to the same place.
 
     Args:
         late: Returns the processes that have not come, or all others while that is not known.
 
     Raises:
-        ProcessEnded: After the strategy's timeout, or when another process has ended.
+        ProcessEnded: After the meeting's timeout, or when another process has ended.
     """
-    timeout, cells = strategy._timeout.total_seconds(), strategy.cells
+    timeout, cells = meeting.timeout, meeting.cells
     start = looked = time.monotonic()
     while late():
         now = time.monotonic()
@@ -48,7 +48,7 @@ def wait(strategy: Any, late: Callable[[], Sequence[int]]) -> None:
         if now < looked + 0.5:
             continue
         looked = now
-        if strategy.module.trainer.received_sigterm:  # Lightning would end after this step
+        if meeting.trainer.received_sigterm:  # Lightning would end after this step
             raise SIGTERMException
         missing = late()
         for process in missing if cells else ():

@@ -6,10 +6,9 @@ that processes at different places of a program are told apart before they wait 
 """
 
 import os
+import pickle
 import secrets
-from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,103 +20,130 @@ from lightning_mgpu.processes.ends import CAUSES, ENDED, ProcessEnded, wait
 
 ROW = 1024  # bytes; what does not fit follows in a message
 CELL = np.dtype([("length", np.int64), ("purpose", "S24"), ("row", np.uint8, ROW)])
-SLOT = np.dtype([("count", np.int64), ("cell", CELL)])  # of shared memory
+SLOT = np.dtype([("count", np.int64), ("cell", CELL)])  # of mapped memory
 
 
-def gather(strategy: Any, row: np.ndarray, purpose: str) -> np.ndarray:
-    """The rows (n,) of all processes, as bytes (P, n).
+class Meeting:
+    """Where the processes of a Trainer meet, and wait for each other.
 
-    Raises:
-        ProcessEnded: If another process brings a row for another purpose, or has ended.
+    Args:
+        rank: The number of this process.
+        size: The number of processes.
+        group: A gloo group of all processes. One process needs none.
+        timeout: Seconds after which a process that waits gives up.
+        trainer: Knows whether SIGTERM has come, and whether an exception is on its way.
     """
-    cell = np.zeros(1, CELL)
-    cell["length"], cell["purpose"] = len(row), purpose.encode()
-    cell["row"][0, : len(row)] = row[:ROW]
-    meet = strategy.cells.gather if strategy.cells else partial(send_to_all, strategy)
-    cells = meet(cell)[:, 0]
-    if any((cells[field] != cell[field]).any() for field in ("length", "purpose")):
-        places = [f"process {i}: {each.decode()}" for i, each in enumerate(cells["purpose"])]
-        where = ", ".join(places)
-        raise ProcessEnded(f"the processes are at different places ({where}). {CAUSES}.")
-    rows = cells["row"][:, : len(row)]
-    if len(row) > ROW:
-        rows = np.concatenate([rows, send_to_all(strategy, row[ROW:])], axis=1)
-    return np.ascontiguousarray(rows)
 
+    cells: "Cells | None" = None  # in one machine
 
-def send_to_all(strategy: Any, row: np.ndarray) -> np.ndarray:
-    """Rows of equal length, (P, n), by a message: all at once, not around a ring."""
-    return start_sending(strategy, row.view(np.uint8), strategy.host_group)().view(row.dtype)
+    def __init__(self, rank: int, size: int, group: Any, timeout: float, trainer: Any) -> None:
+        self.rank, self.size, self.group, self.timeout = rank, size, group, timeout
+        self.trainer = trainer
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether this process waits for no other one: there is none, or it is about to end.
 
-def start_sending(strategy: Any, row: np.ndarray, group: Any) -> Callable[[], np.ndarray]:
-    """Send a row, and return at once: a function that waits for the rows of all."""
-    sent = torch.from_numpy(np.tile(row, strategy.world_size))
-    received = torch.empty_like(sent)
-    work = dist.all_to_all_single(received, sent, group=group, async_op=True)
+        One with an exception on its way does not wait, so that its exception is seen.
+        """
+        return self.size == 1 or self.trainer.interrupted
 
-    def receive() -> np.ndarray:
-        finish(strategy, work)
-        return received.numpy().reshape(strategy.world_size, -1)
+    def gather(self, row: np.ndarray, purpose: str) -> np.ndarray:
+        """The rows (n,) of all processes: (P, n).
 
-    return receive
+        Raises:
+            ProcessEnded: If another process brings a row for another purpose, or has ended.
+        """
+        sent = np.ascontiguousarray(row).reshape(-1).view(np.uint8)
+        if self.is_alone:
+            return np.tile(sent, (self.size, 1)).view(row.dtype)
+        cell = np.zeros(1, CELL)
+        cell["length"], cell["purpose"] = len(sent), purpose.encode()
+        cell["row"][0, : len(sent)] = sent[:ROW]
+        cells = (self.cells.gather(cell) if self.cells else self._send_to_all(cell))[:, 0]
+        if any((cells[field] != cell[field]).any() for field in ("length", "purpose")):
+            places = [f"process {i}: {each.decode()}" for i, each in enumerate(cells["purpose"])]
+            where = ", ".join(places)
+            raise ProcessEnded(f"the processes are at different places ({where}). {CAUSES}.")
+        rows = cells["row"][:, : len(sent)]
+        if len(sent) > ROW:
+            rows = np.concatenate([rows, self._send_to_all(sent[ROW:])], axis=1)
+        return np.ascontiguousarray(rows).view(row.dtype)
 
+    def gather_objects(self, item: Any, purpose: str) -> list[Any]:
+        """The items of all processes, which can be pickled."""
+        row = np.frombuffer(pickle.dumps(item), np.uint8)
+        lengths = self.gather(np.array([len(row)]), purpose)[:, 0].tolist()
+        rows = self.gather(np.resize(row, max(lengths)), purpose)
+        return [pickle.loads(each[:length]) for each, length in zip(rows, lengths)]
 
-def finish(strategy: Any, work: Any, is_on_host: bool = True) -> None:
-    """Wait for a message on its way, in Python; for one between GPUs, let the device wait."""
-    others = [each for each in range(strategy.world_size) if each != strategy.global_rank]
-    if is_on_host:
-        wait(strategy, lambda: () if work.is_completed() else others)
-    try:
-        work.wait()
-    except RuntimeError as error:
-        raise ProcessEnded(f"another process {ENDED}") from error
+    def _send_to_all(self, row: np.ndarray) -> np.ndarray:
+        """Rows of equal length, by a message: all at once, not around a ring."""
+        sent = torch.from_numpy(np.tile(row.view(np.uint8), self.size))
+        received = torch.empty_like(sent)
+        self.finish(dist.all_to_all_single(received, sent, group=self.group, async_op=True))
+        return received.numpy().view(row.dtype).reshape(self.size, -1)
 
+    def finish(self, work: Any, is_on_host: bool = True) -> None:
+        """Wait for a message on its way, in Python; for one between GPUs, let the device wait."""
+        others = [each for each in range(self.size) if each != self.rank]
+        if is_on_host:
+            wait(self, lambda: () if work.is_completed() else others)
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise ProcessEnded(f"another process {ENDED}") from error
 
-def share_memory(strategy: Any, num_bytes: int) -> Tensor | None:
-    """Zeros that all processes have mapped, (num_bytes,), or None if one of them cannot.
+    def map_memory(self, num_bytes: int) -> Tensor | None:
+        """Zeros that all processes have mapped, (num_bytes,), or None if one of them cannot.
 
-    The memory has no name that could be left behind, and does not count as `/dev/shm`.
-    """
-    memory, place, token = None, np.zeros(3, np.int64), secrets.randbits(60)
-    if strategy.is_global_zero:
-        with suppress(OSError, AttributeError):  # too large, or not on Linux
-            file = os.memfd_create(f"lightning_mgpu.{token}")
-            os.posix_fallocate(file, 0, num_bytes)
-            place[:] = os.getpid(), file, token
-    place = strategy.gather(place, "shared memory")[0]
-    path = f"/proc/{place[0]}/fd/{place[1]}"
-    # on another machine, or in another container, the path is another file or none
-    with suppress(OSError, RuntimeError):
-        if os.readlink(path) == f"/memfd:lightning_mgpu.{place[2]} (deleted)":
-            memory = torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8)
-    is_mapped = strategy.gather(np.array([memory is not None]), "mapped memory")
-    if strategy.is_global_zero and place[1]:
-        os.close(place[1])
-    return memory if is_mapped.all() else None
+        The memory has no name that could be left behind, and does not count as `/dev/shm`.
+        """
+        memory, place, token = None, np.zeros(3, np.int64), secrets.randbits(60)
+        if self.rank == 0:
+            with suppress(OSError, AttributeError):  # too large, or not on Linux
+                file = os.memfd_create(f"lightning_mgpu.{token}")
+                os.posix_fallocate(file, 0, num_bytes)
+                place[:] = os.getpid(), file, token
+        place = self.gather(place, "shared memory")[0]
+        path = f"/proc/{place[0]}/fd/{place[1]}"
+        # on another machine, or in another container, the path is another file or none
+        with suppress(OSError, RuntimeError):
+            if os.readlink(path) == f"/memfd:lightning_mgpu.{place[2]} (deleted)":
+                memory = torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8)
+        is_mapped = self.gather(np.array([memory is not None]), "mapped memory")
+        if self.rank == 0 and place[1]:
+            os.close(place[1])
+        return memory if is_mapped.all() else None
+
+    def use_memory(self) -> None:
+        """Meet in memory that all have mapped, if that is possible, from now on."""
+        memory = self.map_memory(2 * self.size * SLOT.itemsize)
+        self.cells = None if memory is None else Cells(self, memory)
 
 
 class Cells:
-    """The cells of all processes in shared memory, each beside a count of the meetings.
+    """The cells of all processes in mapped memory, each beside a count of the meetings.
 
     There are two sets, used in turn, because another process may still read those of the last
     meeting.
     """
 
-    def __init__(self, strategy: Any, memory: Tensor) -> None:
-        self.slots = memory.numpy().view(SLOT).reshape(2, strategy.world_size, 1)
-        self.strategy, self.count = strategy, 0
-        self.process_ids = strategy.gather(np.array([os.getpid()]), "process ids")[:, 0].tolist()
-        self.has_cores = len(os.sched_getaffinity(0)) >= strategy.world_size
+    def __init__(self, meeting: Meeting, memory: Tensor) -> None:
+        self.slots = memory.numpy().view(SLOT).reshape(2, meeting.size, 1)
+        self.meeting, self.count = meeting, 0
+        process_ids = meeting.gather(np.array([os.getpid()]), "process ids")
+        self.process_ids = process_ids[:, 0].tolist()
+        self.has_cores = len(os.sched_getaffinity(0)) >= meeting.size
 
     def gather(self, cell: np.ndarray) -> np.ndarray:
         self.count += 1
-        now, rank = self.count, self.strategy.global_rank
+        now, rank = self.count, self.meeting.rank
         slots = self.slots[now % 2]
         counts, cells = slots["count"], slots["cell"]
         cells[rank] = cell
         os.sched_yield()  # a fence: others see the cell before the count
         counts[rank] = now
-        wait(self.strategy, lambda: np.flatnonzero(counts < now).tolist())
+        wait(self.meeting, lambda: np.flatnonzero(counts < now).tolist())
         os.sched_yield()
         return cells

@@ -30,7 +30,7 @@ from lightning_mgpu.processes.ends import (
     handle_signals,
     host_group,
 )
-from lightning_mgpu.processes.meeting import SLOT, Cells, gather, send_to_all, share_memory
+from lightning_mgpu.processes.meeting import Meeting
 from lightning_mgpu.shards.checksum import checksum
 from lightning_mgpu.shards.loader import Pass, ShardLoader
 from lightning_mgpu.shards.split_batch import num_samples
@@ -53,8 +53,7 @@ class ProcessPerDeviceStrategy(DDPStrategy):
     """Processes with equal weights, of which each gets its part of every global batch."""
 
     replicas: int | None = None
-    host_group: Any = None  # for meetings
-    cells: Cells | None = None  # for meetings in shared memory
+    meeting: Any = None  # a `Meeting`, once all processes are there
     num_passes = 0  # over loaders
     _kept: dict[str, Any] | None = None  # states of generators, in a step or an evaluation
     is_in_step = False  # of one of several replicas
@@ -123,6 +122,7 @@ class ProcessPerDeviceStrategy(DDPStrategy):
         super().setup_environment()
 
     def setup_distributed(self) -> None:
+        group = None
         if not self.is_alone:
             if self.local_rank > 0 and self.starts_processes:
                 end_with_main_process()
@@ -130,7 +130,10 @@ class ProcessPerDeviceStrategy(DDPStrategy):
             is_seeded = self._start_method != "forkserver"
             with isolate_rng() if is_seeded else nullcontext():
                 super().setup_distributed()
-            self.host_group = host_group(dist.group.WORLD, self._timeout)
+            group = host_group(dist.group.WORLD, self._timeout)
+        place, timeout = (self.global_rank, self.world_size), self._timeout
+        seconds = timeout.total_seconds() if timeout else 300.0
+        self.meeting = Meeting(*place, group, seconds, self.module.trainer)
 
     def setup(self, trainer: Trainer) -> None:
         # `process_dataloader` gives each process its part
@@ -138,8 +141,7 @@ class ProcessPerDeviceStrategy(DDPStrategy):
         handle_signals(trainer)
         self._kept = None  # an evaluation may have failed
         if self.is_one_machine:
-            memory = share_memory(self, 2 * self.world_size * SLOT.itemsize)
-            self.cells = None if memory is None else Cells(self, memory)
+            self.meeting.use_memory()
         Strategy.setup(self, trainer)
         used = {p for o in self.optimizers for group in o.param_groups for p in group["params"]}
         is_fitting = trainer.state.fn == TrainerFn.FITTING
@@ -192,18 +194,11 @@ class ProcessPerDeviceStrategy(DDPStrategy):
             tensor.data.copy_(self.broadcast(tensor.data.cpu()))
         return model
 
-    def gather(self, row: np.ndarray, purpose: str = "") -> np.ndarray:
-        """Rows (n,) of all processes, on the host: (P, n). The purpose is compared.
-
-        Without a purpose, processes must be at the same place, and rows equally long.
-        """
-        sent = np.ascontiguousarray(row).reshape(-1).view(np.uint8)
-        # one with an exception on its way does not wait, so that its exception is seen
-        if self.is_alone or self.host_group is None or self.module.trainer.interrupted:
-            rows = np.tile(sent, (self.world_size, 1))
-        else:
-            rows = gather(self, sent, purpose) if purpose else send_to_all(self, sent)
-        return rows.view(row.dtype)
+    def gather(self, row: np.ndarray, purpose: str) -> np.ndarray:
+        """Rows (n,) of all processes, on the host: (P, n). The purpose is compared."""
+        if self.meeting is None:
+            return np.tile(row, (self.world_size, 1))
+        return self.meeting.gather(row, purpose)
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         self.gather(np.zeros(1, np.uint8), "barrier")
@@ -325,9 +320,10 @@ class ProcessPerDeviceStrategy(DDPStrategy):
             )
 
     def teardown(self) -> None:
-        if self.host_group is None and not self.is_alone:  # it has only started ("fork") the others
+        if self.meeting is None and not self.is_alone:  # it has only started ("fork") the others
             self.launcher.kill(signal.SIGKILL)  # type: ignore[union-attr]
         self.barrier()  # the main process does not leave a worker that still works
         end_with_main_process(False)
-        self.cells = None  # memory that a garbage collector would keep
+        if self.meeting is not None:
+            self.meeting.cells = None  # memory that a garbage collector would keep
         super().teardown()

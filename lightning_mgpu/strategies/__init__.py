@@ -8,16 +8,18 @@ The way of a batch through `manual_allreduce`, in every process:
  4.   shares_of_batch     each shard's share of the global batch           shards/loader.py
  5. backward              my gradients                                     manual_allreduce.py
  6.   exchange_gradients  they go, and the sums come back                  manual_allreduce.py
- 7.   Exchange.write      into blocks: shared memory, or a message         exchange.py
- 8.   compare_facts       the meeting: is all alike? whose gradients?      processes/strategy.py
- 9.   Exchange.sum        the user's allreduce, on all replicas' rows      exchange.py
-10.   share_buffers       all replicas get the same buffers                manual_allreduce.py
-11. optimizer_step        my update; Lightning calls stops 2 to 10 in it   manual_allreduce.py
-12. compare_weights       before a checkpoint: are all replicas equal?     manual_allreduce.py
+ 7.   Bucket.pack         rows of a bucket: shared memory, or a message    routes/buckets.py
+ 8.   route               how they travel and are summed                   manual_allreduce.py
+ 9.   Courier.start       the first message leaves                         routes/courier.py
+10.   compare_facts       the meeting: is all alike? whose gradients?      processes/strategy.py
+11.   Courier.finish      messages come, and the user's allreduce sums     routes/courier.py
+12.   share_buffers       all replicas get the same buffers                manual_allreduce.py
+13. optimizer_step        my update; Lightning calls stops 2 to 12 in it   manual_allreduce.py
+14. compare_weights       before a checkpoint: are all replicas equal?     manual_allreduce.py
 
-A step meets once before the sums (8) and, in shared memory, once after them (in 9). In messages
-between CPUs the blocks travel beside the meeting, and between GPUs after it. Then the sums travel
-back: two processes need no way back.
+Between CPUs of several machines, a bucket of gradients passes stops 7 to 9 within the backward
+pass, as soon as all of them are there. A step meets once before the sums (10) and, in shared
+memory, once after them (in 11). routes/__init__.py has more of the buckets.
 
 `dp` (dp.py) is one process: shards, copies of the parameters, one backward pass, one update.
 """

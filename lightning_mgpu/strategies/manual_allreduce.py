@@ -3,8 +3,9 @@
 README.md names the place of each function of the chapter; `__init__.py` has the way of a batch.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from typing import Any, Literal
 from zlib import crc32
@@ -21,18 +22,23 @@ from torch.optim import LBFGS
 
 from lightning_mgpu.allreduce import check_allreduce, textbook_allreduce
 from lightning_mgpu.processes import ProcessPerDeviceStrategy
+from lightning_mgpu.routes.buckets import Bucket, Gradients
+from lightning_mgpu.routes.courier import Courier
+from lightning_mgpu.routes.dispatcher import Dispatcher
+from lightning_mgpu.routes.sums import Route, sum_by_all, sum_by_owners, sum_in_place, take_all
 from lightning_mgpu.seeds import seed_generators
 from lightning_mgpu.shards.checksum import checksum
 from lightning_mgpu.shards.loader import shares_of_batch
 from lightning_mgpu.shards.reader import Shards, shards_of
 from lightning_mgpu.shards.split_batch import num_samples
 from lightning_mgpu.strategies.buffers import read_buffers, write_buffers
-from lightning_mgpu.strategies.exchange import Exchange
 from lightning_mgpu.strategies.loss import scale_gradient, split_loss
 from lightning_mgpu.strategies.sync_batchnorm import CPUSyncBatchNorm
-from lightning_mgpu.strategies.window import Gradients, Window, get_gradients, set_gradients
+from lightning_mgpu.strategies.window import Window, get_gradients, set_gradients
 
 SEED = "seed of steps"  # of the fit that a checkpoint is of
+BUFFERS = "buffers"  # the key of their route
+BUCKET_CAP_MB = 4.0
 
 
 class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
@@ -44,13 +50,18 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
         replicas: k, a multiple of the number of processes. A process runs its replicas one after
             the other with one set of weights. The bits of the trained weights depend on k, and not
             on the number of devices of one kind. Left out: one per device.
+        bucket_cap_mb: Gradients of a bucket, which is sent as soon as all of them are there. With 0
+            they are sent together, after the backward pass. It changes no bits. Left out: 4 between
+            CPUs of several machines, else 0.
         parallel_devices, process_group_backend, timeout, start_method: As for DDPStrategy.
 
     Raises:
         ValueError: When `fit` begins, if `allreduce` does not compute the sum in place.
     """
 
-    _exchange: Exchange | None = None
+    sums_in_place = True  # where processes have memory in common
+    _courier: Any = None
+    _dispatcher: Any = None
     _window: Window | None = None
     _buffers: list[Tensor] | None = None  # of each replica here, until they are shared
     _seed = 0  # for what the steps of this fit draw
@@ -59,6 +70,7 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
         self,
         allreduce: Callable[[list[Tensor]], None] = textbook_allreduce,
         replicas: int | None = None,
+        bucket_cap_mb: float | None = None,
         parallel_devices: list[str] | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta = timedelta(minutes=5),
@@ -66,6 +78,8 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
     ) -> None:
         if not callable(allreduce) or (replicas is not None and replicas < 1):
             raise ValueError(f"{allreduce=}, {replicas=}: needed are a function, and a count >= 1")
+        if bucket_cap_mb is not None and not 0 <= bucket_cap_mb < math.inf:
+            raise ValueError(f"{bucket_cap_mb=}: needed is a number of MB; 0 is one bucket")
         super().__init__(
             parallel_devices=[torch.device(each) for each in parallel_devices or ()] or None,
             process_group_backend=process_group_backend,
@@ -73,6 +87,7 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
             start_method=start_method,
         )
         self.allreduce, self.replicas = allreduce, replicas
+        self.bucket_cap_mb = bucket_cap_mb
 
     def setup(self, trainer: Trainer) -> None:
         if trainer.state.fn != TrainerFn.FITTING:
@@ -95,8 +110,19 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
         super().setup(trainer)
         # another one in a script's next fit, and the same after the same `seed_everything`
         self._seed = crc32(torch.get_rng_state().numpy().data)
-        self._exchange, self._window, self._buffers = None, None, None
+        self._dispatcher, self._window, self._buffers = None, None, None
         self._layout: dict[Tensor, Any] = {}
+        is_on_cpu, timeout = self.root_device.type == "cpu", timedelta(seconds=self.meeting.timeout)
+        # of this fit: a group that is kept would hand a failed fit's messages to the next one
+        group = None if self.is_alone else dist.new_group(timeout=2 * timeout)
+        self._courier = Courier(self.meeting, group, bool(self.meeting.cells) and is_on_cpu)
+        default = BUCKET_CAP_MB if is_on_cpu else 0
+        cap = default if self.bucket_cap_mb is None else self.bucket_cap_mb
+        self._cap = cap * 1e6
+        # a module's own pass may edit gradients, and one of NCCL's groups must not wait for another
+        is_own = is_overridden("backward", self.module) or bool(self._layer_sync and not is_on_cpu)
+        is_own |= type(self).exchange_gradients is not ManualAllreduceStrategy.exchange_gradients
+        self._starts_in_pass = self._cap > 0 and not is_own
         self.is_in_step = self._is_blocked = False
 
     def save_checkpoint(self, checkpoint: Any, *args: Any, **kwargs: Any) -> None:
@@ -206,34 +232,21 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
     def share_buffers(self, rows: Tensor | None = None) -> None:
         """Set the buffers by those of all replicas, (k, bytes), if they differ."""
         if rows is None and self._buffers and len(self._buffers[0]):
-            rows = self.gather_rows(torch.stack(self._buffers), "buffers")
+            self._start_buffers()
+            self.gather(np.zeros(1, np.uint8), BUFFERS)
+            rows = self._courier.finish()[BUFFERS]
         if rows is not None:
-            write_buffers(self.module, rows)
+            write_buffers(self.module, rows.view(self.num_replicas, -1))
         self._buffers = None
 
-    def gather_rows(self, rows: Tensor, purpose: str = "") -> Tensor:
-        """From the rows (r, n) of the replicas here to those of all, (k, n).
-
-        Without a purpose, processes must be at the same place: it is one message.
-        """
-        if rows.is_cpu:
-            row = rows.contiguous().view(-1).numpy()
-            gathered = torch.from_numpy(self.gather(row, purpose))
-        else:
-            gathered = rows.repeat(self.world_size, 1)
-            if not self.is_alone:
-                dist.all_gather_into_tensor(gathered, rows)
-        return gathered.view(-1, rows.shape[1])
+    def _start_buffers(self, waits: bool = False) -> None:
+        if self._buffers:
+            row = torch.cat(self._buffers)
+            self._courier.start(BUFFERS, take_all(row, self.world_size), waits)
 
     def on_validation_start(self) -> None:
         super().on_validation_start()
         if self.module.trainer.state.fn == TrainerFn.FITTING:
-            self.share_buffers()
-
-    def on_validation_end(self) -> None:
-        super().on_validation_end()
-        if self.module.trainer.state.fn == TrainerFn.FITTING and not self.is_alone:
-            self._buffers = [read_buffers(self.module)]
             self.share_buffers()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -319,7 +332,8 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
             self._take_edited(self._buffers, -1)
         window = self._open_window()
         window.open(parameters)
-        self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
+        with self._start_in_pass([]) if self.num_local == 1 else nullcontext():
+            self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
         if self.num_local == 1:
             window.keep([get_gradients(parameters)])
         else:
@@ -337,8 +351,10 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
         """A backward pass per replica. Lightning's own has left its loss scale at the leaf."""
         for i, (loss, share) in enumerate(zip(self._losses, self._shares)):
             set_gradients(parameters, gradients[i])
-            if share:
-                loss.backward(self._leaf.grad * share)
+            is_last = i + 1 == self.num_local
+            with self._start_in_pass(gradients[:i]) if is_last and share else nullcontext():
+                if share:
+                    loss.backward(self._leaf.grad * share)
             gradients[i] = get_gradients(parameters)
         set_gradients(parameters, gradients[0])
         return gradients
@@ -360,40 +376,83 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
             shares: The mean of these shares, so that `replicas[i] / shares[i]` is the replica's
                 own mean gradient.
         """
-        if self.num_replicas == 1:
-            return self.set_sums(replicas[0])
-        exchange = self._find_exchange()
-        for i, gradients in enumerate(replicas):
-            if any(each.layout != torch.strided for each in gradients.values()):
-                raise MisconfigurationException("Sparse gradients: use nn.Embedding(sparse=False).")
-            buffers = self._buffers[i] if self._buffers else None
-            exchange.write(i, [gradients.get(p) for p in exchange.parameters], buffers)
-        if self.root_device.type == "cpu":  # else one that fails leaves others in a kernel
-            exchange.start()
-        has_gradient = [any(p in each for each in replicas) for p in exchange.parameters]
-        trained = crc32(bytes(p.requires_grad for p in exchange.parameters))
-        bits = self.compare_facts("gradients", np.packbits(has_gradient), parameters=trained)
-        found = np.unpackbits(bits, axis=1, count=len(has_gradient))
-        is_present: Any = found.any(axis=0).tolist()
-        sums, all_buffers = exchange.sum(is_present)
-        if self._buffers:
-            self.share_buffers(all_buffers)
-        pairs = zip(exchange.parameters, sums)
-        self.set_sums({p: row.clone() for p, row in pairs if row is not None})
+        if self.num_replicas > 1:
+            replicas = [self.exchange_all(replicas, "gradients")[0]]
+        self.set_sums(replicas[0])
 
-    def _find_exchange(self) -> Exchange:
-        """A new one, if there are other parameters, or buffers, than in the update before."""
+    def route(self, bucket: Bucket, replicas: list[Gradients]) -> Route:
+        """How a bucket's gradients become sums, one for each parameter. To be overridden.
+
+        Args:
+            bucket: Its `rows` are copies of the gradients.
+            replicas: The gradients of each of `local_replicas`.
+        """
+        if self._dispatcher.in_place:
+            return sum_in_place(bucket, self.allreduce, self.global_rank)
+        make = sum_by_all if self._dispatcher.is_pair else sum_by_owners
+        return make(bucket, self.allreduce, self.global_rank)
+
+    def exchange_all(
+        self, replicas: list[Gradients], purpose: str, **facts: int
+    ) -> tuple[Gradients, bool]:
+        """Start what has not started, meet once, and take what the routes return.
+
+        Returns the results for parameters of which any replica has a gradient, and whether numbers
+        were not finite, of which a route has told by `Bucket.has_spoiled`.
+        """
+        dispatcher = self._find_dispatcher()
+        if any(g.layout != torch.strided for each in replicas for g in each.values()):
+            raise MisconfigurationException("Sparse gradients: use nn.Embedding(sparse=False).")
+        has_gradient = [any(p in each for each in replicas) for p in dispatcher.layout]
+        trained = crc32(bytes(p.requires_grad for p in dispatcher.layout))
+        # between GPUs, a process that fails before it meets would leave the others in a kernel
+        waits = self.root_device.type != "cpu"
+        while True:
+            is_edited = dispatcher.has_sent_other(replicas)
+            dispatcher.start_rest(replicas, self.route, waits)
+            self._start_buffers(waits)
+            spoiled = any(bucket.has_spoiled for bucket in dispatcher.buckets)
+            bits = np.packbits([is_edited, spoiled, *has_gradient])
+            rows = self.compare_facts(purpose, bits, (), parameters=trained, **facts)
+            flags: Any = np.unpackbits(rows, axis=1, count=2 + len(has_gradient))
+            found = flags.any(axis=0).tolist()
+            if not found[0]:
+                break
+            dispatcher.restart()  # a hook has edited gradients that were on their way
+        results = dispatcher.finish()
+        if self._buffers:
+            self.share_buffers(results[BUFFERS])
+        sums = {p: X for b in dispatcher.buckets for p, X in zip(b.parameters, results[b])}
+        present = {p: sums[p] for p, is_there in zip(dispatcher.layout, found[2:]) if is_there}
+        return {p: X.clone() for p, X in present.items()}, found[1]
+
+    def _find_dispatcher(self) -> Dispatcher:
+        """A new one, if there are other parameters than in the update before."""
         layout = self.find_layout()
-        if self._exchange is None or self._exchange.layout != layout:
+        if self._dispatcher is None or self._dispatcher.layout != layout:
             layout_sum = crc32(repr((*layout.values(),)).encode())
             self.compare_facts("new parameters", parameters=layout_sum)
-            num_bytes = len(self._buffers[0]) if self._buffers else 0
-            self._exchange = Exchange(self, layout, num_bytes)
-        return self._exchange
+            self._courier.kept.clear()
+            in_place = self.sums_in_place and self._courier.in_memory
+            args = layout, self.num_local, self._cap, self._courier, in_place
+            self._dispatcher = Dispatcher(*args)
+        return self._dispatcher
+
+    def _start_in_pass(self, before: list[Gradients]) -> Any:
+        """A context for the last backward pass of an update, in which buckets start."""
+        dispatcher = self._dispatcher
+        is_new = dispatcher is None or dispatcher.layout != self.find_layout()
+        if is_new or self._is_blocked or not self._starts_in_pass:
+            return nullcontext()
+        if not dispatcher.has_messages or self.module.trainer.interrupted:
+            return nullcontext()
+        return dispatcher.within_pass(before, self.route)
 
     def teardown(self) -> None:
+        if self._courier is not None and self._courier.group is not None:
+            dist.destroy_process_group(self._courier.group)
+        self._courier = self._dispatcher = None  # memory that a garbage collector would keep
         super().teardown()
-        self._exchange = None  # rows that a garbage collector would keep
 
     def set_sums(self, sums: Gradients) -> None:
         """Make sums the gradients of parameters, beside those of earlier backward passes."""
@@ -404,9 +463,8 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
 
     def find_layout(self) -> dict[Tensor, Any]:
         """Parameters that require a gradient, or did once, and what processes must find alike."""
-        num_bytes = len(self._buffers[0]) if self._buffers else 0
         self._layout = {
-            p: (name, p.dtype, p.shape, p.stride(), num_bytes)
+            p: (name, p.dtype, p.shape, p.stride())
             for name, p in self.module.named_parameters()
             if p.requires_grad or p.grad is not None or p in self._layout
         }

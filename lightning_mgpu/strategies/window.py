@@ -1,12 +1,9 @@
 """The batches of one update."""
 
-from typing import Any
-
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-Gradients = dict[Tensor, Any]
-"""By parameter. One without a gradient is left out."""
+from lightning_mgpu.routes.buckets import Gradients
 
 
 class Window:

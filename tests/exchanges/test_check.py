@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 from lightning_mgpu.exchanges import check_exchange, exact, power_sgd, sign, top_k
-from lightning_mgpu.exchanges.runner import drive, run_exchanges
+from lightning_mgpu.exchanges.route import Plan, State, run_exchanges, run_here
 from tests.conftest import run_devices
 
 
-def run_once(exchange: Any, tensors: list[Tensor], states: Any = None) -> Tensor:
+def run_once(exchange: Any, tensors: list[Tensor], datas: Any = None) -> Tensor:
     k, p = len(tensors), tensors[0]
-    states = {i: {} for i in range(k)} if states is None else states
-    outcome = drive(run_exchanges(exchange, {"w": p}, [{p: X} for X in tensors], states, k, []))
-    states.update(outcome.states)
-    return outcome.results["w"]
+    datas = [{} for _ in range(k)] if datas is None else datas
+    states = [{"w": State("w", replica, k, data)} for replica, data in enumerate(datas)]
+    route = run_exchanges(exchange, {"w": p}, [{"w": X} for X in tensors], states, 1, Plan())
+    return run_here(route).results[0]
 
 
 @pytest.mark.parametrize("k", [1, 2, 3])
@@ -34,13 +34,13 @@ def test_each_passes_its_check(exchange: Any, k: int) -> None:
 def test_nothing_is_lost(exchange: Any) -> None:
     """The sums so far and all that waits add up to the sum of all gradients."""
     torch.manual_seed(0)
-    states: dict[int, Any] = {0: {}, 1: {}, 2: {}}
+    states: list[dict[str, Tensor]] = [{}, {}, {}]
     sent, total = torch.zeros(20, 30).double(), torch.zeros(20, 30).double()
     for _ in range(5):
         tensors = [torch.randn(20, 30).double() for _ in states]
         sent += run_once(exchange, tensors, states)
         total += sum(tensors)
-    waiting = sum(data["rest"].view(20, 30) for each in states.values() for data in each.values())
+    waiting: Any = sum(data["rest"].view(20, 30) for data in states)
     torch.testing.assert_close(sent + waiting, total, rtol=1e-10, atol=1e-10)
     assert waiting.norm() > 0.1 * total.norm()
 

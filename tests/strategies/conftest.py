@@ -23,8 +23,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_mgpu.strategies import ManualAllreduceStrategy
+from lightning_mgpu.processes.meeting import Meeting
+from lightning_mgpu.strategies import ManualAllreduceStrategy, manual_allreduce
 
+if "BY_MESSAGES" in os.environ:  # as between machines, and with one parameter per bucket
+    Meeting.map_memory = lambda *_: None  # type: ignore[method-assign]
+    manual_allreduce.BUCKET_CAP_MB = 1e-9
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["torch", "lightning.pytorch", "lightning_mgpu"])
 OFF = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
@@ -101,8 +105,7 @@ def no_shared_memory(is_one_machine: bool = False) -> Iterator[None]:
     """As between machines, or in one machine that has no memory to share."""
     with (
         mock.patch.object(ManualAllreduceStrategy, "is_one_machine", is_one_machine),
-        mock.patch("lightning_mgpu.processes.strategy.share_memory", return_value=None),
-        mock.patch("lightning_mgpu.strategies.exchange.share_memory", return_value=None),
+        mock.patch.object(Meeting, "map_memory", return_value=None),
     ):
         yield
 

@@ -54,5 +54,5 @@ def walk() -> list[str]:
 
 def test_the_map_is_the_order_of_the_calls() -> None:
     names = list(stops().values())
-    assert len(names) == 12
+    assert len(names) == 14
     assert run_in_processes(2, walk) == [names, names]

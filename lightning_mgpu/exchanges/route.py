@@ -1,0 +1,174 @@
+"""The route of an exchange: its generators side by side, one per parameter and replica.
+
+In a round, every generator that is not over yields tensors. All tensors of a replica travel in one
+row of bytes, and every process gets the rows of all replicas, by one message. What is sent in each
+round is agreed on in the first update of a bucket (`Plan`), and has to stay.
+"""
+
+from collections import UserDict
+from collections.abc import Generator
+from itertools import count
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_mgpu.routes.sums import Message
+from lightning_mgpu.shards.checksum import checksum
+
+Exchange = Generator[Any, Any, Any]
+
+
+class State(UserDict):
+    """A dict in which an exchange keeps tensors and plain values of a parameter between steps."""
+
+    def __init__(self, name: str, replica: int, num_replicas: int, data: dict[str, Any]) -> None:
+        self.name, self.replica, self.num_replicas, self.data = name, replica, num_replicas, data
+
+
+class Outcome(NamedTuple):
+    """Results of the exchanges in an update."""
+
+    results: list[Tensor]  # in memory laid out like the parameters
+    num_bytes: int  # that a replica has sent
+
+
+class Plan:
+    """What one replica sends in each round, in words, by parameter. In the last it is nothing.
+
+    Args:
+        meeting: Where processes compare what they send first. None: all replicas are here.
+    """
+
+    def __init__(self, meeting: Any = None) -> None:
+        self.meeting, self.rounds, self.is_complete = meeting, list[dict[str, str]](), False
+
+    def check(self, number: int, sent: list[dict[str, Any]], running: Any) -> None:
+        """Raise a RuntimeError if a replica here does not send what the plan says."""
+        told = [{name: describe(x) for name, x in each.items()} for each in sent]
+        if not self.is_complete:
+            self._compare(told, running)
+            self.rounds.append(told[0])
+        planned = self.rounds[number] if number < len(self.rounds) else {}
+        for name, what in [item for each in told for item in each.items()]:
+            if what != planned.get(name):
+                raise RuntimeError(
+                    f"{name}: an exchange sends {what} in place of {planned.get(name)}, other "
+                    "shapes than in its first step: pad them."
+                )
+
+    def _compare(self, told: list[dict[str, str]], running: dict[str, list[Any]]) -> None:
+        """All replicas must send the same in the first update."""
+        rows = np.array([[checksum(what) for what in each.values()] for each in told])
+        if self.meeting is not None:
+            rows = self.meeting.gather(rows.reshape(-1), "an exchange")
+        rows = rows.reshape(-1, len(running))
+        for replica, i in np.argwhere(rows != rows[0]).tolist():
+            name, waiting = [*running.items()][i]
+            lines = [each.gi_yieldfrom.gi_frame.f_lineno for each in waiting if each.gi_yieldfrom]
+            where = f"{name}, waiting in line {lines}"
+            raise RuntimeError(f"{where}: replica {replica} does not send what replica 0 sends")
+
+
+def exact(X: Tensor, state: Any) -> Exchange:
+    """The book's allreduce, as one replica sees it: it sends the whole tensor."""
+    return sum((yield X))
+
+
+def run_exchanges(
+    exchange: Any,
+    parameters: dict[str, Tensor],
+    replicas: list[dict[str, Tensor]],  # the X of each replica here: it may be changed
+    states: list[dict[str, State]],  # of the same replicas
+    num_processes: int,
+    plan: Plan,
+) -> Generator[Message, Any, Outcome]:
+    """Yields the rows of the replicas here, and gets those of all.
+
+    Raises:
+        RuntimeError: If replicas send or return what does not fit together.
+    """
+    results: dict[str, list[Any]] = {name: [] for name in parameters}
+    running = {
+        name: [
+            endless(exchange(Xs[name], own[name]), results[name])
+            for Xs, own in zip(replicas, states)
+        ]
+        for name in parameters
+    }
+    received: dict[str, Any] = dict.fromkeys(parameters)
+    num_bytes = 0
+    for number in count():
+        by_name = {name: [each.send(received[name]) for each in running[name]] for name in running}
+        sent = [{name: xs[i] for name, xs in by_name.items()} for i in range(len(replicas))]
+        plan.check(number, sent, running)
+        if not any(tensors_of(x) for x in sent[0].values()):
+            break
+        rows = [[to_bytes(X) for x in each.values() for X in tensors_of(x)] for each in sent]
+        row = torch.cat([part for each in rows for part in each])
+        parts = yield Message(row, None, [len(row)] * num_processes)
+        received = unpack(sent[0], [each for part in parts for each in part.view(len(sent), -1)])
+        num_bytes += len(row) // len(sent)
+    plan.is_complete = True
+    return Outcome(take_results(parameters, results), num_bytes)
+
+
+def run_here(route: Any) -> Outcome:
+    """Run a route whose replicas are all in this process."""
+    parts: Any = None
+    try:
+        while True:
+            parts = [route.send(parts).sent]
+    except StopIteration as end:
+        return end.value
+
+
+def endless(generator: Exchange, results: list[Any]) -> Generator[Any, Any, Any]:
+    """Once an exchange is over, it sends nothing in the rounds of the others."""
+    if not isinstance(generator, Generator):
+        raise TypeError("an exchange is a generator: it needs a `yield`")
+    results.append((yield from generator))
+    while True:
+        yield ()
+
+
+# in this mode, torch refuses to change new tensors in place: they belong to all replicas here
+@torch.inference_mode()
+def unpack(sent: dict[str, Any], rows: list[Tensor]) -> dict[str, list[Any]]:
+    """What all replicas have yielded, by name, from their rows (k, bytes)."""
+    sizes = [X.nbytes for x in sent.values() for X in tensors_of(x)]
+    received: dict[str, list[Any]] = {name: [] for name in sent}
+    for row in rows:
+        rest = iter(row.split(sizes))
+        for name, x in sent.items():
+            # a clone begins where its dtype may begin, and an exchange may keep it
+            found = [next(rest).clone().view(X.dtype).view(X.shape) for X in tensors_of(x)]
+            received[name].append(found[0] if isinstance(x, Tensor) else found)
+    return received
+
+
+def take_results(parameters: dict[str, Tensor], results: dict[str, Any]) -> list[Tensor]:
+    found = []
+    for name, (first, *others) in results.items():
+        p = parameters[name]
+        if describe(first) != describe(p):
+            raise RuntimeError(f"{name}: for X of {describe(p)} it returned {describe(first)}")
+        if not all(torch.equal(to_bytes(each), to_bytes(first)) for each in others):
+            raise RuntimeError(f"{name}: what is returned differs between replicas")
+        found.append(torch.empty_like(p).copy_(first))
+    return found
+
+
+def tensors_of(sent: Any) -> list[Tensor]:
+    return [sent] if isinstance(sent, Tensor) else [*sent]
+
+
+def describe(sent: Any) -> str:
+    if isinstance(sent, Tensor):
+        return f"shape {tuple(sent.shape)} ({sent.dtype}, {sent.device.type})"
+    return str([*map(describe, sent)]) if isinstance(sent, (list, tuple)) else repr(sent)
+
+
+def to_bytes(X: Tensor) -> Tensor:
+    return X.detach().reshape(-1).contiguous().view(torch.uint8)
