@@ -10,9 +10,11 @@ called by `torch.export.load("model.pt2").module()(X)`.
 from pathlib import Path
 
 import torch
+import yaml
 from jsonargparse import ArgumentParser
 from lightning.pytorch import LightningModule
 
+from lightning_mgpu.cli.check_config import refuse_functions
 from lightning_mgpu.cli.yaml_files import read_config
 from lightning_mgpu.runs.checkpoints import read_checkpoint
 from lightning_mgpu.runs.directory import config_beside
@@ -31,6 +33,7 @@ def export_command(args: list[str]) -> None:
     model_parser = ArgumentParser(exit_on_error=False)
     model_parser.add_subclass_arguments(LightningModule, "model")
     model_config = model_parser.parse_object({"model": read_config(str(config))["model"]})
+    refuse_functions(yaml.safe_load(model_parser.dump(model_config)))
     model: LightningModule = model_parser.instantiate(model_config).model
     model.configure_model()
     model.load_state_dict(state_dict)

@@ -22,6 +22,7 @@ from torch.distributed import destroy_process_group, is_initialized
 import lightning_mgpu.data
 import lightning_mgpu.models  # noqa: F401 - --model=ResNet18 is found among imported classes
 from lightning_mgpu.callbacks import PredictionWriter, RunOutput, TestPictures
+from lightning_mgpu.cli.check_config import refuse_functions
 from lightning_mgpu.cli.errors import constructor_errors, explain
 from lightning_mgpu.cli.help import OPTIONS
 from lightning_mgpu.cli.options import PATHS, Options, read_options
@@ -95,6 +96,7 @@ class TrainingCLI(LightningCLI):
         if isinstance(num, str) and not re.fullmatch(r"auto|-?\d[\d, ]*", num):
             raise UsageError(f"--trainer.devices={num}: a number, GPUs such as '[0, 1]', or auto")
         self.config_dump = self.dump(self.config)  # for the model's hyperparameters
+        refuse_functions(self.config_dump)
         written = {key: value for key, value in self.config_dump.items() if key not in PATHS}
         self.config_text = dump_config(written)
         if run_dir := self.options.run_dir:

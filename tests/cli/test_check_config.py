@@ -1,0 +1,139 @@
+"""Settings of a stranger's: classes are made where a type names one, and nothing else is called."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_mgpu.cli.options import read_options
+from lightning_mgpu.cli.training_cli import TrainingCLI
+
+OWN = """
+from collections.abc import Callable
+from typing import Any
+
+from torch.optim import SGD
+
+from lightning_mgpu.models import LeNet
+
+class Mine(SGD):
+    pass
+
+def double(x: int) -> int:
+    return 2 * x
+
+class Net(LeNet):
+    def __init__(
+        self,
+        bare=None,
+        anything: Any = None,
+        function: Callable | None = None,
+        typed: Callable[[int], int] | None = None,
+        options: dict[str, Any] | None = None,
+        nested: list[dict[str, Any]] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+"""
+SHELL = {"class_path": "os.system", "init_args": {"command": "touch called"}}
+OUTPUT = {"class_path": "subprocess.getoutput", "init_args": {"cmd": "touch called"}}
+PYTHON = {"class_path": "builtins.exec", "init_args": {"source": "open('called', 'w')"}}
+REFUSED = {  # by the option that the message names
+    "model.bare": SHELL,
+    "model.anything": OUTPUT,
+    "model.function": PYTHON,
+    "model.typed": SHELL,
+    "model.options.fraction": OUTPUT,
+    "model.nested.0.a.0": PYTHON,
+    "model.optimizer": SHELL,
+    "model.lr_scheduler": OUTPUT,
+    "trainer.strategy.options.fraction": SHELL,
+    "trainer.callbacks.0.on_fit_start": PYTHON,
+}
+QUICK = ("--trainer.accelerator=cpu", "--trainer.devices=1", "--trainer.fast_dev_run=true")
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "strange.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path
+
+
+def nest(names: list[str], value: Any) -> Any:
+    """`nest(["a", "0"], 1)` -> `{"a": [1]}`."""
+    for name in names[::-1]:
+        value = [value] if name == "0" else {name: value}
+    return value
+
+
+def flags(option: str, value: Any) -> list[str]:
+    """The flags that set an option which may lie within a list or a dict of options."""
+    if option == "trainer.callbacks.0.on_fit_start":
+        callback = {"class_path": "LambdaCallback", "init_args": {"on_fit_start": value}}
+        return [f"--trainer.callbacks={json.dumps([callback])}"]
+    section, name, *inner = option.split(".")
+    if name == "strategy":
+        options = json.dumps(nest(inner[1:], value))
+        return ["--trainer.strategy=exchange_top_k", f"--trainer.strategy.options={options}"]
+    return ["--model=strange.Net", f"--{section}.{name}={json.dumps(nest(inner, value))}"]
+
+
+@pytest.mark.parametrize("option", REFUSED)
+def test_a_function_is_never_called(
+    option: str, here: Path, root: Path, main: Callable[..., int], capfd: pytest.CaptureFixture
+) -> None:
+    value = REFUSED[option]
+    args = (f"--data.root={root}", "--data.val_size=9", *QUICK, *flags(option, value))
+    assert main("fit", *args, "--run_dir=run") == 2
+    told = f"error: --{option}={value['class_path']}: a class_path that is not a class"
+    assert told in capfd.readouterr().err
+    assert not (here / "called").exists() and not (here / "run").exists()
+
+
+def test_a_class_is_made_only_where_a_type_names_one(
+    here: Path, root: Path, main: Callable[..., int]
+) -> None:
+    command = {
+        "class_path": "subprocess.Popen",
+        "init_args": {"args": "echo > called", "shell": True},
+    }
+    args = (f"--data.root={root}", "--data.val_size=9", *QUICK)
+    assert main("fit", *args, *flags("model.anything", command)) == 0
+    assert not (here / "called").exists()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *("fit --config=a/config.yaml", "fit --resume=a", "fit --weights=a/checkpoints/a.ckpt"),
+        *(f"{name} --ckpt_path=a/checkpoints/a.ckpt" for name in ("test", "predict", "validate")),
+        "export --ckpt_path=a/checkpoints/a.ckpt --output=a.pt2",
+    ],
+)
+def test_a_strangers_run_directory(
+    line: str, here: Path, main: Callable[..., int], capfd: pytest.CaptureFixture
+) -> None:
+    model = {"class_path": "lightning_mgpu.models.LeNet", "init_args": {"optimizer": SHELL}}
+    (here / "a" / "checkpoints").mkdir(parents=True)
+    data = {"class_path": "lightning_mgpu.data.FashionMNIST"}
+    config = {"seed_everything": 1, "model": model, "data": data}
+    (here / "a" / "config.yaml").write_text(json.dumps(config))
+    (here / "a" / "run.json").write_text("{}")
+    torch.save({"state_dict": {}}, here / "a" / "checkpoints" / "a.ckpt")
+    assert main(*line.split()) == 2
+    assert "optimizer=os.system: a class_path that is not a class" in capfd.readouterr().err
+    assert not (here / "called").exists()
+
+
+def test_what_people_give_is_taken(here: Path) -> None:
+    for line in (
+        "--model.optimizer=SGD --model.lr_scheduler=OneCycle",
+        "--model.optimizer=strange.Mine --model.lr_scheduler=lightning_mgpu.models.OneCycle",
+        "--model=strange.Net --model.typed=strange.double --trainer.callbacks=EarlyStopping "
+        "--trainer.callbacks.monitor=val_acc",
+    ):
+        TrainingCLI("fit", read_options("fit", line.split()))
