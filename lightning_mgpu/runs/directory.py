@@ -61,9 +61,11 @@ def read_run_json(run_dir: Path) -> dict[str, Any]:
 
 
 def config_beside(ckpt_path: str | Path) -> Path | None:
-    """The configuration of the run whose directory a checkpoint is in."""
-    above = Path(ckpt_path).absolute().parents
-    runs = (path for path in above if (path / CONFIG).is_file() and (path / RUN_JSON).is_file())
+    """The configuration of the run whose directory, or whose `checkpoints/`, has a checkpoint."""
+    directory = Path(ckpt_path).absolute().parent
+    # no further up: a config.yaml in a shared directory may be anybody's
+    places = [directory, *([directory.parent] if directory.name == "checkpoints" else [])]
+    runs = (path for path in places if (path / CONFIG).is_file() and (path / RUN_JSON).is_file())
     return next((path / CONFIG for path in runs), None)
 
 

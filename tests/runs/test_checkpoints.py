@@ -110,7 +110,8 @@ def test_evaluation_takes_a_checkpoint_alone(
     assert config["seed_everything"] == 5 and config["data"]["init_args"]["batch_size"] == 64
     assert main("validate", "--model=LeNet", path, *where) == 2
     assert "Error(s) in loading state_dict for LeNet" in capfd.readouterr().err
-    moved = (run / "checkpoints" / "last.ckpt").rename(run.parent / "last.ckpt")
+    (run / "mine").mkdir()  # another person's run may be in any directory above it
+    moved = (run / "checkpoints" / "last.ckpt").rename(run / "mine" / "last.ckpt")
     assert main("test", f"--ckpt_path={moved}", *where) == 2
     assert "is in no run directory: give --config=FILE, or --model" in capfd.readouterr().err
 
@@ -184,12 +185,13 @@ def test_weights_from_elsewhere(run: Path, fit: Callable[..., int], own: Path, c
 def test_checkpoints_in_subdirectories(
     fit: Callable[..., int], main: Callable[..., int], root: Path, own: Path, capfd: Any
 ) -> None:
-    """Of a metric's name."""
+    """Of a metric's name: `test` does not look for their run."""
     name = "--checkpoint.filename={epoch}-{val/loss:.2f}"
     assert fit(name, "--trainer.max_epochs=1", "--run_dir=a") == 0
     assert "testing epoch 1: val_acc" in capfd.readouterr().out
     (best,) = (own / "a" / "checkpoints").glob("*/*.ckpt")
-    assert main("test", f"--ckpt_path={best}", f"--data.root={root}", "--run_dir=b") == 0
+    line = ("test", f"--ckpt_path={best}", f"--data.root={root}", "--run_dir=b")
+    assert main(*line) == 2 and main(*line, "--config=a/config.yaml") == 0
 
 
 def test_a_best_checkpoint_that_is_damaged_or_gone(
