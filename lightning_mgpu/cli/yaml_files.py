@@ -5,9 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from jsonargparse import get_loader, set_dumper
+from jsonargparse import get_loader, set_dumper, set_loader
 
 from lightning_mgpu.tools import PACKAGE, UsageError, program
+
+LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C, if PyYAML was built with it
+MAX_VALUES = 100_000  # a recipe has a hundred
+plain_load = get_loader("yaml")
 
 
 def config_dirs() -> list[Path]:
@@ -36,12 +40,42 @@ def read_config(name: str) -> dict[str, Any]:
     """The options in a file, or in a mapping on the command line."""
     try:
         text = name if name.startswith("{") else find_config(name).read_text(encoding="utf-8")
-        content = get_loader("yaml")(text)
+        content = load_yaml(text)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise UsageError(f"{name} cannot be read as YAML: {error}") from error
     if not isinstance(content, dict):
         raise UsageError(f"{name}: it needs options by name, such as 'trainer: {{devices: 2}}'")
     return content
+
+
+def load_yaml(text: str) -> Any:
+    """Read YAML as jsonargparse does, which drops the first of two equal keys without a word.
+
+    Raises:
+        YAMLError: Also for a key given twice, and for aliases that multiply or hold themselves.
+    """
+    nodes, num_values = [yaml.compose(text, Loader=LOADER)], 0
+    while nodes:
+        node = nodes.pop()
+        values = node.value if isinstance(node, yaml.CollectionNode) else []
+        if isinstance(node, yaml.MappingNode):
+            refuse_twice(node)
+            values = [value for _, value in node.value]
+        nodes += values
+        num_values += len(values)  # an alias counts wherever it stands
+        if num_values > MAX_VALUES:
+            raise yaml.YAMLError(f"more than {MAX_VALUES} values: do aliases hold each other?")
+    return plain_load(text)
+
+
+def refuse_twice(mapping: yaml.MappingNode) -> None:
+    lines: dict[tuple[str, str], int] = {}
+    for key, _ in mapping.value:
+        name, line = (key.tag, str(key.value)), key.start_mark.line + 1
+        if name in lines:
+            told = f"in line {lines[name]} and in line {line}: keep one"
+            raise yaml.YAMLError(f"{key.value} is given twice, {told}")
+        lines[name] = line
 
 
 def dump_config(config: Any, in_one_line: bool = False) -> str:
@@ -59,4 +93,5 @@ def without_unwritten(value: Any) -> Any:
     return {name: without_unwritten(value[name]) for name in value if name not in unwritten}
 
 
+set_loader("yaml", load_yaml, (yaml.YAMLError,))  # for values on the command line, too
 set_dumper("yaml", dump_config)  # for `--print_config`, too
