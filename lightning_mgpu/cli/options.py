@@ -44,6 +44,8 @@ def read_options(subcommand: str, args: Sequence[str]) -> Options:
     # as flags they win over files, where `--print_config` writes `weights: null`
     joined.sort(key=lambda arg: arg[2:].partition("=")[0] in PATHS)
     given = options_by_name(joined)
+    if empty := [name for name in PATHS if given.get(name) == ""]:
+        raise UsageError(f"--{empty[0]}= names nothing: give a path, or leave the option out")
     ckpt_path, run_dir = given.get("ckpt_path"), None
     if subcommand == "fit" and ckpt_path:
         raise UsageError("--ckpt_path: `fit` goes on by --resume=RUN, or starts by --weights=FILE")

@@ -34,6 +34,9 @@ MISTAKES = {  # a command line, and what its lines must say
     "fit --config twice.yaml": ("trainer is given twice, in line 1 and in line 3: keep one",),
     "fit --config bomb.yaml": ("bomb.yaml", "more than 100000 values: do aliases hold each other?"),
     "fit --config loop.yaml": ("loop.yaml", "more than 100000 values: do aliases hold each other?"),
+    "fit --weights=": ("--weights= names nothing: give a path",),
+    "test --ckpt_path=": ("--ckpt_path= names nothing",),
+    "fit --config empty.yaml": ("--run_dir= names nothing",),
     "test --ckpt_path nope.ckpt": ("nope.ckpt: no such file",),
     "test --ckpt_path text.ckpt --model=LeNet": ("text.ckpt cannot be read: it is damaged",),
     "test --ckpt_path=a.ckpt --weights=b.ckpt": ("--weights: --ckpt_path has the weights, too",),
@@ -55,6 +58,7 @@ FILES = {
     "bomb.yaml": "a0: &0 [1]\n"
     + "".join(f"a{i + 1}: &{i + 1} [{', '.join(9 * [f'*{i}'])}]\n" for i in range(9)),
     "loop.yaml": "trainer: &t {logger: *t}\n",
+    "empty.yaml": "run_dir: ''\n",
     "key.yaml": "trainer: {max_epoch: 2}\n",
     "text.ckpt": "a text",
     "timm.py": "raise ModuleNotFoundError(\"No module named 'timm'\")",
