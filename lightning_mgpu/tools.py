@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import IO, Any
 
 PACKAGE = __package__.partition(".")[0]
+PART = ".part."  # how the name of a file that is not finished begins
 
 
 class UsageError(Exception):
@@ -21,7 +22,7 @@ class UsageError(Exception):
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """The name to write to. The file replaces `path` once it is on disk; after an error it goes."""
-    part = path.with_name(f".part.{path.name}")  # beside it, and some writers go by the suffix
+    part = path.with_name(f"{PART}{path.name}")  # beside it, and some writers go by the suffix
     try:
         yield part
         with part.open("rb") as file:

@@ -30,7 +30,7 @@ from lightning_mgpu.cli.yaml_files import dump_config
 from lightning_mgpu.devices import devices
 from lightning_mgpu.processes import ProcessEnded
 from lightning_mgpu.runs import checkpoints
-from lightning_mgpu.runs.directory import RUN_DIR_ENV, name_run_dir
+from lightning_mgpu.runs.directory import MODEL, RUN_DIR_ENV, name_run_dir
 from lightning_mgpu.runs.metrics import NoLogger, summarize
 from lightning_mgpu.runs.record import RunRecord, fingerprint
 from lightning_mgpu.runs.resume import find_last, refuse_changes
@@ -250,8 +250,8 @@ class TrainingCLI(LightningCLI):
 
     def describe_end(self, error: BaseException) -> BaseException:
         """The error with which the program ends: it says what to do now."""
-        way_on = "start again"
-        if self.method == "fit" and (self.run_dir / "checkpoints" / checkpoints.LAST).is_file():
+        way_on = "start again"  # before its first batch, a run leaves no directory
+        if self.method == "fit" and (self.run_dir / MODEL).is_file() and self.last.saves:
             way_on = f"go on with: {command()} fit --resume={shlex.quote(self.notes['run'])}"
         if isinstance(error, (KeyboardInterrupt, SystemExit)):
             print_once(f"stopped; {way_on}")

@@ -10,9 +10,10 @@ from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-from lightning_mgpu.tools import UsageError
+from lightning_mgpu.tools import PART, UsageError
 
 CONFIG, RUN_JSON = "config.yaml", "run.json"
+MODEL = "model.txt"  # written when the first batch comes
 RUN_DIR_ENV = "LIGHTNING_MGPU_RUN_DIR"  # tells the processes that `ddp` starts where their run is
 
 
@@ -22,7 +23,9 @@ def name_run_dir(run_dir: str | None, root: str | None, *parts: object) -> Path:
         return Path(os.environ.get(RUN_DIR_ENV, "runs"))
     now = f"{datetime.now():%Y-%m-%d_%H-%M-%S-%f}"[:-3]  # milliseconds tell runs apart
     path = Path(run_dir or Path(root or "runs", "_".join(map(str, (now, *parts)))))
-    if path.is_file() or (path.is_dir() and any(path.iterdir())):
+    # a kill may leave it without its first file, config.yaml
+    files = path.iterdir() if path.is_dir() else ()
+    if path.is_file() or any(not each.name.startswith(PART) for each in files):
         raise UsageError(f"--run_dir={path} exists and is not empty: name a new directory")
     return path
 
@@ -31,7 +34,7 @@ def find_run(name: str) -> Path:
     """The run directory of this name; for `last` that of the `fit` in `runs/` written last."""
     path = Path(name)
     if name == "last":
-        runs = [p.with_name(RUN_JSON) for p in Path("runs").glob("*/model.txt")]  # they have begun
+        runs = [p.with_name(RUN_JSON) for p in Path("runs").glob(f"*/{MODEL}")]  # they have begun
         fits = [p for p in runs if " fit" in read_run_json(p.parent).get("command", "")]
         path = max(fits, key=lambda p: p.stat().st_mtime).parent if fits else Path("runs")
     if not (path / CONFIG).is_file():

@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import json
 import os
+import shutil
 import signal
 import traceback
 from collections.abc import Iterable
@@ -23,7 +24,14 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from lightning_mgpu.devices import describe_devices, devices
-from lightning_mgpu.runs.directory import CONFIG, RUN_JSON, flatten, lock_run_dir, read_run_json
+from lightning_mgpu.runs.directory import (
+    CONFIG,
+    MODEL,
+    RUN_JSON,
+    flatten,
+    lock_run_dir,
+    read_run_json,
+)
 from lightning_mgpu.runs.metrics import MetricsFile, summarize
 from lightning_mgpu.runs.wandb_run import WandbOptions, start_run
 from lightning_mgpu.tools import replacing
@@ -31,7 +39,10 @@ from lightning_mgpu.tools import replacing
 
 @dataclass(eq=False)
 class RunRecord(Callback):
-    """Makes the run directory and the loggers when the data are there: no mistake leaves one."""
+    """Makes the run directory and the loggers, once the data are there.
+
+    A new run that ends before its first batch, as it is refused or stopped, leaves no directory.
+    """
 
     run_dir: Path  # absolute
     config: str  # the text of `config.yaml`
@@ -80,7 +91,7 @@ class RunRecord(Callback):
         is_first = self.lock is not None and "num_parameters" not in self.content
         if is_first and not trainer.sanity_checking:
             self.write_config()  # once more, as a resumed run may be a longer one
-            (self.run_dir / "model.txt").write_text(f"{pl_module}\n")
+            (self.run_dir / MODEL).write_text(f"{pl_module}\n")
             self.write(num_parameters=count_parameters(pl_module))
 
     on_train_start = on_validation_start = on_test_start = on_predict_start = begin
@@ -114,6 +125,8 @@ class RunRecord(Callback):
         for logger in trainer.loggers:
             if isinstance(logger, WandbLogger):
                 logger.experiment.finish()
+        if error and self.num_steps is None and not (self.run_dir / MODEL).exists():
+            shutil.rmtree(self.run_dir, ignore_errors=True)
         os.close(self.lock)
 
 

@@ -1,5 +1,6 @@
 """The commonest mistakes end in at most six lines with status 2, and leave no file."""
 
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ from lightning_mgpu.processes import ProcessEnded
 from lightning_mgpu.tools import UsageError
 
 CPU = "--trainer.accelerator=cpu"
+SMALL = f"{CPU} --trainer.devices=1 --data.source=synthetic --run_dir=a"
 MISTAKES = {  # a command line, and what its lines must say
     "fitt": ("no subcommand 'fitt': take fit, validate, test, predict, export",),
     "fit --trainer.devcies=2": ("--trainer.devcies=2", "did you mean --trainer.devices?"),
@@ -47,6 +49,9 @@ MISTAKES = {  # a command line, and what its lines must say
     "fit --trainer.devices=two": ("--trainer.devices=two: a number",),
     "fit --seed_everything=false": ("--seed_everything: give a number",),
     "fit --config=experiment/lenet_fast.yaml": ("No module named 'timm': pip install timm",),
+    f"fit {SMALL} --trainer.strategy=manual_allreduce --trainer.strategy.replicas=2 "
+    "--trainer.strategy.allreduce=math.fsum": ("allreduce math.fsum raised ValueError",),
+    f"test {SMALL} --ckpt_path=other.ckpt --model=LeNet": ("Error(s) in loading state_dict for",),
     "export --ckpt_path=nope.ckpt --output=x.pt2": ("nope.ckpt",),
     "runs nowhere": ("nowhere: no run is in it",),
 }
@@ -71,7 +76,9 @@ def here(tmp_path: Path) -> Path:
     (tmp_path / "used").mkdir()
     for name, content in FILES.items():
         (tmp_path / name).write_text(content)
-    torch.save({"state_dict": {"weight": torch.zeros(3000)}}, tmp_path / "torn.ckpt")
+    content = {"state_dict": {"weight": torch.zeros(3000)}, "pytorch-lightning_version": "2.6.0"}
+    torch.save(content, tmp_path / "torn.ckpt")
+    shutil.copy(tmp_path / "torn.ckpt", tmp_path / "other.ckpt")
     torn = bytearray((tmp_path / "torn.ckpt").read_bytes())
     torn[len(torn) // 2] ^= 1
     (tmp_path / "torn.ckpt").write_bytes(torn)
@@ -176,7 +183,7 @@ def test_a_damaged_picture_is_told_by_any_process(
         assert main(*run, "--data=own_damaged.Folder", f"--data.num_workers={num_workers}") == 2
         lines = capfd.readouterr().err.partition("error: ")[2].splitlines()
         assert lines[0].removeprefix("OSError: ") == "a damaged picture"
-        assert lines[1].startswith("sample 0; once that is mended, start again")
+        assert lines[1].startswith("sample 0; once that is mended, go on with: ")
 
 
 def test_a_launchers_processes_train_one_model(

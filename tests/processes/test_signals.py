@@ -35,7 +35,7 @@ COMMAND = (
     *("--trainer.strategy=manual_allreduce", "--trainer.accelerator=cpu", "--data.batch_size=20"),
     "--data.source=synthetic",
 )
-COMMAND_SAYS = "enough memory; start again"
+COMMAND_SAYS = "enough memory; go on with: "
 RUNS = (
     ("script", 0, "ProcessEnded: process 1 has ended: see any message above"),
     pytest.param("command", 130, COMMAND_SAYS, marks=pytest.mark.weekly),

@@ -232,7 +232,7 @@ class Numpy(Callback):
 @pytest.mark.parametrize(
     ("options", "code", "told"),
     [
-        ("", errno.ENOSPC, "epoch=0-step=7.ckpt'; once that is mended, start again"),
+        ("", errno.ENOSPC, "epoch=0-step=7.ckpt'; once that is mended, go on with: "),
         ("--trainer.callbacks+=own_more.Numpy", 0, "could not be read again: it holds objects of"),
     ],
 )

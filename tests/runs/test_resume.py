@@ -22,7 +22,7 @@ def test_stopped_three_times(
     assert fit(*STRATEGIES[strategy], "--run_dir=whole") == 0
     capfd.readouterr()
     assert fit(*STRATEGIES[strategy], "--run_dir=stopped", stop="0,3", number="SIGINT") == 130
-    assert "stopped; start again\n" in capfd.readouterr().out  # there is no checkpoint yet
+    assert not (tmp_path / "stopped" / "checkpoints").exists()
     assert fit("--resume=stopped", stop="2,1", number="SIGTERM") == 130
     assert last(tmp_path / "stopped")["epoch"] == 2
     assert fit("--resume=stopped", stop="save,3", number="SIGHUP") == 130
@@ -133,18 +133,16 @@ def test_the_newest_run(fit: Callable[..., int], tmp_path: Path, capfd: Any) -> 
 
 
 @pytest.mark.parametrize("where", ["sanity", "setup"])
-def test_a_run_that_has_not_begun_can_be_resumed_by_its_name(
+def test_a_run_that_has_not_begun_leaves_nothing(
     where: str, fit: Callable[..., int], tmp_path: Path, capfd: Any
 ) -> None:
-    """Its directory is made before the sanity check, and before `configure_optimizers`."""
-    assert fit("--trainer.max_epochs=1", "--run_dir=whole") == 0
+    """Where a kill has left a file that is not finished, `start again` is true as well."""
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / ".part.config.yaml").write_text("trai")
     line = ("--trainer.max_epochs=1", "--run_dir=a")
     assert fit(*line, stop=where, number="SIGTERM") == 130
     assert "stopped; start again\n" in capfd.readouterr().out
-    assert fit("--resume=last") == 2
-    assert fit("--resume=a") == 0
-    assert_same(tmp_path / "whole", tmp_path / "a")
-    assert read_run_json(tmp_path / "a")["options"]["trainer.max_epochs"] == "1"
+    assert not (tmp_path / "a").exists()
 
 
 @pytest.mark.parametrize(
