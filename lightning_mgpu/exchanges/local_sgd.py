@@ -21,9 +21,10 @@ from torch import Tensor
 from lightning_mgpu.exchanges.check import path_of
 from lightning_mgpu.exchanges.route import exact
 from lightning_mgpu.exchanges.strategy import ExchangeStrategy
+from lightning_mgpu.processes.strategy import FACTS
 from lightning_mgpu.routes.buckets import Gradients
 from lightning_mgpu.shards.checksum import checksum
-from lightning_mgpu.strategies.buffers import read_buffers
+from lightning_mgpu.strategies.buffers import ReplicaBuffers
 
 
 def nesterov(mean: Tensor, state: Any, lr: float = 1.0, momentum: float = 0.0) -> Tensor:
@@ -54,6 +55,11 @@ class LocalSGDStrategy(ExchangeStrategy):
         parallel_devices, ...: As for `ManualAllreduceStrategy`. There is one replica per process.
     """
 
+    facts = FACTS | {
+        "since_last": "had other batches, learning rates or parameters that require a gradient "
+        "since the last exchange of weights. Seed all alike, do not split a dataset by rank, and "
+        "let schedulers act on what is logged with sync_dist=True",
+    }
     saves_optimizers = True
     flag_of_k = "devices"
 
@@ -98,7 +104,7 @@ class LocalSGDStrategy(ExchangeStrategy):
     @torch.no_grad()
     def exchange_gradients(self, replicas: list[Gradients], shares: list[float]) -> None:
         """Nothing is sent: the gradient is the mean over this replica's own shard."""
-        facts = [each.facts for each in self.passes()]
+        facts = [each.facts for each in self.given_shards]
         self._facts = crc32(repr(facts).encode(), self._facts)
         sums = {p: torch.empty_like(p).copy_(g) for p, g in replicas[0].items()}
         self.set_sums(sums)
@@ -138,20 +144,19 @@ class LocalSGDStrategy(ExchangeStrategy):
         if {*self._find_trained()} != {*self._weights}:
             raise RuntimeError("Between two exchanges of weights, `requires_grad` must not change.")
         differences = {p: (X - p) / self.num_replicas for p, X in self._weights.items()}
-        self._buffers = [each for each in [read_buffers(self.module)] if len(each)]
+        self.update, buffers = None, ReplicaBuffers(self.module, 1)
         lrs = [group["lr"] for each in self.optimizers for group in each.param_groups]
         names = [name for name, p in self.module.named_parameters() if p in differences]
         since_last = crc32(repr((self._facts, checksum(lrs), names)).encode())
         self._facts = 0
-        steps, _ = self.exchange_all([differences], "weights to exchange", since_last=since_last)
+        args = [differences], "weights to exchange", buffers if buffers.num_bytes else None
+        steps, _ = self.exchange_all(*args, since_last=since_last)
         for p, step in steps.items():
             p.copy_(self._weights[p].sub_(step))
         self._weights = {}
 
-    def share_buffers(self, rows: Tensor | None = None) -> None:
-        """They are shared when weights are, and not in every step."""
-        if not self._num_updates:
-            super().share_buffers(rows)
+    def share_buffers(self, update: Any = None) -> None:
+        """They are shared when weights are."""
 
     def compare_weights(self) -> None:
         if not self._num_updates:  # else they differ

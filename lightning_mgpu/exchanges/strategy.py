@@ -121,10 +121,10 @@ class ExchangeStrategy(ManualAllreduceStrategy):
         return [next(results) if p.numel() else torch.zeros_like(p) for p in bucket.parameters]
 
     def exchange_all(
-        self, replicas: list[Gradients], purpose: str, **facts: int
+        self, replicas: list[Gradients], purpose: str, buffers: Any = None, **facts: int
     ) -> tuple[Gradients, bool]:
         """If a number was not finite, all results are NaN, and no state keeps this update."""
-        results, has_spoiled = super().exchange_all(replicas, purpose, **facts)
+        results, has_spoiled = super().exchange_all(replicas, purpose, buffers, **facts)
         after, self._after = self._after, defaultdict(dict)
         names = {self._layout[p][0] for p in results}
         for replica, kept in self._states.items() if not has_spoiled else ():

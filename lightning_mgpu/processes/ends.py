@@ -97,6 +97,18 @@ def host_group(world: Any, timeout: Any) -> Any:
     return dist.new_group(backend="gloo", timeout=2 * timeout)  # `wait` ends first, and says why
 
 
+def drop_group(group: Any, is_interrupted: bool) -> None:
+    """Destroy a group of one fit.
+
+    After an exception messages may be under way. Then the group is never freed, because gloo's
+    destructor would wait for them.
+    """
+    if is_interrupted:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+    elif group is not None:
+        dist.destroy_process_group(group)
+
+
 def destroy_groups() -> None:
     """At exit, because gloo's threads might abort it."""
     if dist.is_initialized():

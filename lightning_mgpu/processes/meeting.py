@@ -92,7 +92,8 @@ class Meeting:
         try:
             work.wait()
         except RuntimeError as error:
-            raise ProcessEnded(f"another process {ENDED}") from error
+            who = f"process {others[0]}" if len(others) == 1 else "another process"
+            raise ProcessEnded(f"{who} {ENDED}") from error
 
     def map_memory(self, num_bytes: int) -> Tensor | None:
         """Zeros that all processes have mapped, (num_bytes,), or None if one of them cannot.

@@ -8,6 +8,8 @@ import random
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from itertools import count
+from types import MethodType
 from typing import Any
 from zlib import crc32
 
@@ -17,12 +19,14 @@ import torch.distributed as dist
 from lightning.fabric.utilities.data import _auto_add_worker_init_fn
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.seed import isolate_rng
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_mgpu.processes.ends import (
     MAIN_PROCESS,
@@ -32,7 +36,9 @@ from lightning_mgpu.processes.ends import (
 )
 from lightning_mgpu.processes.meeting import Meeting
 from lightning_mgpu.shards.checksum import checksum
-from lightning_mgpu.shards.loader import Pass, ShardLoader
+from lightning_mgpu.shards.generators import Generators
+from lightning_mgpu.shards.loader import ShardLoader
+from lightning_mgpu.shards.reader import Shards
 from lightning_mgpu.shards.split_batch import num_samples
 
 DIFFER = "the processes do not run the same program"
@@ -42,11 +48,9 @@ FACTS = {
     "dataset": "has another dataset. Do not split it by rank, and seed what makes it",
     "parameters": "has other parameters that require a gradient, or in another layout",
     "names": "logs other values than {names}. Log the same ones in every batch",
-    "since_last": "had other batches, learning rates or parameters that require a gradient since "
-    "the last exchange of weights. Seed all alike, do not split a dataset by rank, and let "
-    "schedulers act on what is logged with sync_dist=True",
 }
 """Facts that the processes compare in every step, and the words for one that differs."""
+STEPS = "training_step", "validation_step", "test_step", "predict_step"
 
 
 class ProcessPerDeviceStrategy(DDPStrategy):
@@ -54,9 +58,10 @@ class ProcessPerDeviceStrategy(DDPStrategy):
 
     replicas: int | None = None
     meeting: Any = None  # a `Meeting`, once all processes are there
-    num_passes = 0  # over loaders
-    _kept: dict[str, Any] | None = None  # states of generators, in a step or an evaluation
-    is_in_step = False  # of one of several replicas
+    facts = FACTS
+    given: Any = None  # the batch as the running loop has got it, with `Shards` in it
+    kept: Generators | None = None  # of outside, where a step or an evaluation draws for itself
+    runs_one_of_several = False  # replicas of this process: then none may wait for others
     _averaged: Sequence[Any] = ()  # logged values of an evaluation
     why_weights_differ = (
         "an edit that depends on the rank, a value logged without sync_dist=True, or "
@@ -101,6 +106,10 @@ class ProcessPerDeviceStrategy(DDPStrategy):
         """Whether several processes may have memory in common."""
         return self.num_nodes == 1 and not self.is_alone
 
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._numbers_of_passes = count()  # over loaders
+
     def _configure_launcher(self) -> None:
         if self.is_alone:  # one process needs no launcher and no process group
             return
@@ -126,9 +135,7 @@ class ProcessPerDeviceStrategy(DDPStrategy):
         if not self.is_alone:
             if self.local_rank > 0 and self.starts_processes:
                 end_with_main_process()
-            # Lightning seeds the generators again, which only a forkserver's child needs
-            is_seeded = self._start_method != "forkserver"
-            with isolate_rng() if is_seeded else nullcontext():
+            with isolate_rng():  # Lightning seeds the generators again
                 super().setup_distributed()
             group = host_group(dist.group.WORLD, self._timeout)
         place, timeout = (self.global_rank, self.world_size), self._timeout
@@ -139,7 +146,14 @@ class ProcessPerDeviceStrategy(DDPStrategy):
         # `process_dataloader` gives each process its part
         trainer._accelerator_connector.use_distributed_sampler = False
         handle_signals(trainer)
-        self._kept = None  # an evaluation may have failed
+        self.kept = None  # an evaluation may have failed
+        for step in STEPS:
+            if is_param_in_hook_signature(getattr(self.module, step), "dataloader_iter", True):
+                raise MisconfigurationException(
+                    f"{step}(dataloader_iter): an iterator does not tell its batches; take `batch`."
+                )
+        hook: Any = MethodType(_on_before_batch_transfer, self.module)
+        self.module._on_before_batch_transfer = hook
         if self.is_one_machine:
             self.meeting.use_memory()
         Strategy.setup(self, trainer)
@@ -164,29 +178,26 @@ class ProcessPerDeviceStrategy(DDPStrategy):
     def on_validation_start(self) -> None:
         """Processes draw other numbers in it: as many as they have samples to evaluate."""
         if self.module.trainer.state.fn == TrainerFn.FITTING:
-            self.keep_generators()
+            self.kept = Generators(self.root_device.type == "cuda")
 
     def on_validation_end(self) -> None:
-        self.put_back_generators()
-
-    def keep_generators(self) -> None:
-        self._kept = _collect_rng_states(include_cuda=self.root_device.type == "cuda")
-
-    def put_back_generators(self) -> None:
-        if self._kept is not None:
-            _set_rng_states(self._kept)
-            self._kept = None
+        if self.kept is not None:
+            self.kept.put_back()
+        self.kept = None
 
     @contextmanager
-    def kept_generators(self) -> Iterator[None]:
-        """For what loaders draw meanwhile: as on one device, they move the kept ones."""
-        if self._kept is None:
+    def draw_apart(self) -> Iterator[None]:
+        """What is drawn meanwhile does not move the generators, and what loaders draw does."""
+        self.kept = Generators(self.root_device.type == "cuda")
+        try:
             yield
-            return
-        with isolate_rng(include_cuda=False):
-            _set_rng_states(self._kept)
-            yield
-            self._kept |= _collect_rng_states(include_cuda=False)
+        finally:
+            self.kept.put_back()
+            self.kept = None
+
+    def draw_for_loader(self) -> Any:
+        """A context for what the loaders of a loop draw, which moves the generators of outside."""
+        return nullcontext() if self.kept is None else self.kept.used()
 
     def _setup_model(self, model: nn.Module) -> Any:
         """The first process's weights and buffers become those of all."""
@@ -210,15 +221,15 @@ class ProcessPerDeviceStrategy(DDPStrategy):
         names: Sequence[str] = (),
         **own: int,
     ) -> np.ndarray:
-        """A meeting that compares what processes must have alike: the `own` values are of FACTS.
+        """A meeting that compares what processes must have alike: the `own` values are of `facts`.
 
         Returns the bytes `beside` the facts, of all processes: (P, n).
 
         Raises:
             RuntimeError: If processes differ in one of the facts.
         """
-        facts = dict.fromkeys(FACTS, 0) | {"names": crc32(repr(names).encode())} | own
-        for each in self.passes():
+        facts = dict.fromkeys(self.facts, 0) | {"names": crc32(repr(names).encode())} | own
+        for each in self.given_shards:
             for name, value in each.facts.items():
                 facts[name] += value
         mine = np.array([*facts.values()])
@@ -226,21 +237,49 @@ class ProcessPerDeviceStrategy(DDPStrategy):
         rows = self.gather(row, purpose)
         numbers = np.ascontiguousarray(rows[:, : mine.nbytes]).view(mine.dtype)
         for process, i in np.argwhere(numbers != mine).tolist():
-            reason = [*FACTS.values()][i].format(names=names)
+            reason = [*self.facts.values()][i].format(names=names)
             raise RuntimeError(f"{DIFFER}: process {process}, not {self.global_rank}, {reason}.")
         return rows[:, mine.nbytes :]
 
-    def passes(self) -> list[Pass]:
-        """The passes over loaders that the running loop makes."""
-        combined = self.module.trainer._active_loop._combined_loader
-        running = [] if combined._iterator is None else combined._iterator.iterators
-        return [each for each in running if isinstance(each, Pass)]
+    @property
+    def given_shards(self) -> list[Any]:
+        """What the loaders have given for this batch: one for each that has not ended."""
+        return [each for each in tree_leaves(self.given) if isinstance(each, Shards)]
+
+    def batch_to_device(self, batch: Any, device: Any = None, dataloader_idx: int = 0) -> Any:
+        """Takes the `Shards` of a loop's batch, and hands on what is in them.
+
+        Hooks that move a batch are called for each shard. With several, the result has all.
+        """
+        before = self.given
+        self.given = batch
+        if not self.given_shards:  # somebody else's batch
+            self.given = before
+            return super().batch_to_device(batch, device, dataloader_idx)
+        num_shards = len(self.given_shards[0].shards)
+        moved = [self._move_shard(i, batch, device, dataloader_idx) for i in range(num_shards)]
+        return moved[0] if num_shards == 1 else Shards(moved)
+
+    def _move_shard(self, i: int, batch: Any, device: Any, dataloader_idx: int) -> Any:
+        part = tree_map_only(Shards, lambda each: each.shards[i], batch)
+        part = self.precision_plugin.convert_input(part)
+        with self.draw_for_transfer(i):
+            part = LightningModule._on_before_batch_transfer(self.module, part, dataloader_idx)
+            return super().batch_to_device(part, device, dataloader_idx)
+
+    def draw_for_transfer(self, i: int) -> Any:
+        """A context for what the hooks that move shard i draw."""
+        return nullcontext()
 
     def process_dataloader(self, dataloader: Any) -> Any:
         if isinstance(dataloader, ShardLoader):  # of an earlier fit, in a CombinedLoader
             dataloader = dataloader.loader
         _auto_add_worker_init_fn(dataloader, 0)  # workers seeded alike in all processes
-        return ShardLoader(dataloader, self, trains=self.module.trainer.training)
+        k, replicas, trainer = self.num_replicas, self.local_replicas, self.module.trainer
+        if not trainer.training:  # one shard per process
+            k, replicas = self.world_size, range(self.global_rank, self.global_rank + 1)
+        args = self.draw_for_loader, self._numbers_of_passes
+        return ShardLoader(dataloader, trainer, k, replicas, *args)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         return self._evaluate(super().validation_step, *args, **kwargs)
@@ -258,8 +297,8 @@ class ProcessPerDeviceStrategy(DDPStrategy):
         for value in self._averaged:  # as it was logged: Lightning compares
             value.meta.sync.should = False
         results: Any = self.module.trainer._results  # none in `predict`; empty before the first
-        if results is not None and len(running := self.passes()) == 1:
-            results.batch_size = self._count_samples(running[0], args[0])
+        if results is not None and len(self.given_shards) == 1:
+            results.batch_size = self._count_samples(args[0])
         output = step(*args, **kwargs)
         named = {} if results is None else results
         logged = {n: v for n, v in named.items() if v.is_tensor and "_step" in v.meta.fx}
@@ -270,16 +309,13 @@ class ProcessPerDeviceStrategy(DDPStrategy):
         self.compare_facts("an evaluation's step", names=[*synced])
         return output
 
-    def _count_samples(self, running: Pass, batch: Any) -> int | None:
+    def _count_samples(self, batch: Any) -> int:
         """The rows of an evaluation's batch; its indices, if its shape does not tell."""
-        if running.has_rows:
+        [given] = self.given_shards
+        if given.has_rows:
             with suppress(ValueError):
                 return num_samples(batch)
-        fetcher: Any = self.module.trainer._active_loop._data_fetcher
-        ahead = len(getattr(fetcher, "batches", ()))
-        ahead += bool(running.read) and running.read[-1] is None  # there is no further batch
-        keys = running.read[-1 - ahead] if len(running.read) > ahead else None
-        return sum(map(len, keys.indices)) if keys else None
+        return sum(map(len, given.keys.indices))
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """As DDPStrategy's, with exact means of integers: Lightning's counts of samples."""
@@ -290,7 +326,7 @@ class ProcessPerDeviceStrategy(DDPStrategy):
 
     def all_gather(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """As DDPStrategy's, which would abort Python if the shapes differ."""
-        if self.is_in_step:
+        if self.runs_one_of_several:
             raise MisconfigurationException("all_gather in a step: leave out `replicas`.")
         shape = crc32(repr((tensor.dtype, tensor.shape)).encode())
         if np.ptp(self.gather(np.array([shape]), "all_gather")):
@@ -324,6 +360,16 @@ class ProcessPerDeviceStrategy(DDPStrategy):
             self.launcher.kill(signal.SIGKILL)  # type: ignore[union-attr]
         self.barrier()  # the main process does not leave a worker that still works
         end_with_main_process(False)
+        if self.module is not None:
+            vars(self.module).pop("_on_before_batch_transfer", None)
+        self.given = None
         if self.meeting is not None:
             self.meeting.cells = None  # memory that a garbage collector would keep
         super().teardown()
+
+
+def _on_before_batch_transfer(self: Any, batch: Any, dataloader_idx: int = 0) -> Any:
+    """Lightning's, but for a loop's batch: `batch_to_device` calls the hook for each shard."""
+    if any(isinstance(each, Shards) for each in tree_leaves(batch)):
+        return batch
+    return LightningModule._on_before_batch_transfer(self, batch, dataloader_idx)

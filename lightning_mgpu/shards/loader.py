@@ -6,9 +6,7 @@ process reads only its shards. Any other loader is read whole by every process.
 
 import copy
 import sys
-from collections import deque
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from types import FrameType
 from typing import Any
@@ -17,28 +15,44 @@ from zlib import crc32
 import torch
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
-from lightning.pytorch.utilities.seed import isolate_rng
+from torch.utils._pytree import tree_flatten
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, default_convert
 
 from lightning_mgpu.shards.checksum import checksum
-from lightning_mgpu.shards.reader import ShardKeys, ShardReader, Shards, cut_indices, shards_of
+from lightning_mgpu.shards.generators import Generators
+from lightning_mgpu.shards.reader import Probe, ShardKeys, ShardReader, Shards, cut_indices
 from lightning_mgpu.shards.split_batch import cut, num_samples, shard_sizes
 
 
 class ShardLoader:
     """A loader of this process's shards. Other attributes are those of the user's loader.
 
-    In training, a process with several replicas gets `Shards`. In evaluation it gets one shard,
-    and small batches are joined until every process has a sample.
+    A loop gets `Shards`, and anybody else what is inside. In an evaluation there is one shard per
+    process, and small batches are joined until every process has a sample.
+
+    Args:
+        loader: The user's.
+        trainer: Its loops make passes over this loader.
+        num_shards: Into how many a batch is cut.
+        replicas: Whose shards this process reads.
+        guard: A context for what passes of loops draw.
+        numbers: A count of all passes.
     """
 
     loader: Any = None  # while a copy is made
 
-    def __init__(self, loader: Any, strategy: Any, trains: bool) -> None:
-        k, replicas = strategy.num_replicas, strategy.local_replicas
-        if not trains:  # one shard per process
-            k, replicas = strategy.world_size, range(rank := strategy.global_rank, rank + 1)
-        own = {"strategy": strategy, "trains": trains, "num_shards": k, "replicas": replicas}
+    def __init__(
+        self,
+        loader: Any,
+        trainer: Any,
+        num_shards: int,
+        replicas: range,
+        guard: Callable[[], Any],
+        numbers: Iterator[int],
+    ) -> None:
+        own: dict[str, Any] = {"trainer": trainer, "trains": trainer.training, "guard": guard}
+        own |= {"num_shards": num_shards, "replicas": replicas, "numbers": numbers}
+        own |= {"probe": None, "looks": None, "look_began": 0}
         if hasattr(loader, "state_dict"):  # Lightning looks among an instance's attributes
             own |= {name: getattr(loader, name) for name in ("state_dict", "load_state_dict")}
         if makes_whole_batches(loader):  # from here, writers of predictions get indices
@@ -66,8 +80,7 @@ class ShardLoader:
 
     def _find_combined(self) -> Any:
         """The CombinedLoader of the loop that reads this one."""
-        trainer = self.strategy.module.trainer
-        loop = trainer.fit_loop if self.trains else trainer._active_loop
+        loop = self.trainer.fit_loop if self.trains else self.trainer._active_loop
         return getattr(loop, "_combined_loader", None)
 
     def joins(self) -> bool:
@@ -76,29 +89,33 @@ class ShardLoader:
         return is_sequential and self.num_shards > 1 and not self.trains
 
     def __iter__(self) -> "Pass":
-        trainer = self.strategy.module.trainer
         combined = self._find_combined()
         loaders = getattr(combined, "flattened", [])
         number = loaders.index(self) if self in loaders else None
         # others look at some batches, perhaps in one process only: no global generator moves
         is_look = number is None or not calls_this(combined)
-        unmoved = partial(isolate_rng, include_cuda=False)
-        guard = unmoved if is_look else self.strategy.kept_generators
-        self.strategy.num_passes += not is_look
+        guard = self._draw_for_look if is_look else self.guard
         # two loaders over one dataset, and all passes over one loader, draw other numbers
-        where = [trainer.fit_loop.total_batch_idx, number]
-        where += [] if trainer.state.fn == "fit" else [self.strategy.num_passes]
-        seed = crc32(torch.get_rng_state().numpy().data, crc32(repr(where).encode()))
+        where = [self.trainer.fit_loop.total_batch_idx, number]
+        where += [] if is_look or self.trainer.state.fn == "fit" else [next(self.numbers)]
         with guard():
+            seed = crc32(torch.get_rng_state().numpy().data, crc32(repr(where).encode()))
             if not knows_indices(self.loader):
-                return Pass(self, seed, self._read_whole(iter(self.loader)), guard)
+                return Pass(self, seed, self._read_whole(iter(self.loader)), guard, is_look)
             reading = self.reading  # its workers may live on
             if is_look or reading is self.loader or reading._iterator is None:
                 reading = self._copy()
             if not is_look:
                 vars(self).update(reading=reading)
             self.sampler_of_shards.seed = seed
-            return Pass(self, seed, iter(reading), guard)
+            return Pass(self, seed, iter(reading), guard, is_look)
+
+    def _draw_for_look(self) -> Any:
+        """Looks draw from states of their own, as long as the generators do not move."""
+        now = crc32(torch.get_rng_state().numpy().data)
+        if self.looks is None or self.look_began != now:
+            vars(self).update(looks=Generators(), look_began=now)
+        return self.looks.used()
 
     def _copy(self) -> Any:
         """A copy of the user's loader, as it is now, that reads shards."""
@@ -132,42 +149,50 @@ class ShardLoader:
             shards = cut(batch, shard_sizes(num, [1] * k))[replicas.start : replicas.stop]
             first, _, last = cut(batch, [1, num - 2, 1])
             keys = keys._replace(order=checksum([num, first, last]))
-            yield Shards(shards, keys, (0, True))
+            yield Shards(shards, keys, Probe(0, True))
 
 
 class Pass:
     """One pass over a loader, and what all processes have to find alike in it.
 
-    `read` has the keys of the last two batches, as Lightning may be one ahead, and `None` after the
-    last. `has_rows` tells whether a batch has one row per sample. `guard` is for the generators.
+    Args:
+        loader: The loader that makes it.
+        seed: For what its dataset draws.
+        batches: An iterator of `Shards`.
+        guard: A context for what it draws.
+        is_look: Whether it is no loop's.
     """
 
-    def __init__(self, loader: ShardLoader, seed: int, batches: Any, guard: Any) -> None:
-        self.loader, self.batches, self.guard = loader, batches, guard
+    def __init__(
+        self, loader: ShardLoader, seed: int, batches: Any, guard: Any, is_look: bool
+    ) -> None:
+        self.loader, self.batches, self.guard, self.is_look = loader, batches, guard, is_look
         length = sized_len(getattr(loader.loader, "dataset", None)) or 0
         is_drawn = loader.trains and not makes_whole_batches(loader.loader)
         self.facts = {"seed": seed if is_drawn else 0, "dataset": length, "batches": 0}
-        self.read, self.has_rows = deque[ShardKeys | None](maxlen=2), False
 
     def __iter__(self) -> "Pass":
         return self
 
     def __next__(self) -> Any:
         with self.guard():
-            batch = next(self.batches, None)
-        self.read.append(batch and batch.keys)
-        if batch is None:
-            raise StopIteration
-        keys = batch.keys
+            batch = next(self.batches)
+        if self.is_look:
+            return batch if len(batch.shards) > 1 else batch.shards[0]
+        keys, loader = batch.keys, self.loader
+        if batch.probe is not None:
+            vars(loader).update(probe=batch.probe)
+        if loader.probe is not None:
+            batch.has_rows = loader.probe.has_one_row
+        if keys.number == 0 and loader.probe is not None:
+            self.facts["dataset"] += loader.probe.checksum
         self.facts["batches"] = crc32(b"%d" % keys.order, self.facts["batches"])
-        sample, has_rows = batch.probed
-        self.facts["dataset"] += sample
-        self.has_rows |= has_rows
+        batch.facts = {**self.facts}
         # the indices of each batch that Lightning notes for `predict`
-        sampler: Any = getattr(self.loader, "batch_sampler", None)
+        sampler: Any = getattr(loader, "batch_sampler", None)
         if hasattr(sampler, "seen_batch_indices"):
             sampler.seen_batch_indices[keys.number : keys.number + 1] = [[*chain(*keys.indices)]]
-        return batch if len(batch.shards) > 1 else batch.shards[0]
+        return batch
 
 
 class ShardSampler:
@@ -194,32 +219,31 @@ class ShardSampler:
         if self.loader.joins() and (smallest_batch(sampler) or 0) < k:
             batches = join(batches, k)
         for number, batch in enumerate(batches):
-            probe = batch if number == 0 and k > 1 else ()
+            probe = batch if number == 0 and k > 1 and self.loader.probe is None else ()
             yield cut_indices(batch, k, replicas, number, *of_pass, probe)
 
 
-def shares_of_batch(trainer: Any, batch: Any) -> list[float]:
-    """The share of each shard here in the global batch that a training step has got.
+def shares_of_batch(given: Any, parts: Sequence[Any]) -> list[float]:
+    """The share of each shard here in the global batch of a training step.
+
+    Args:
+        given: What the loop has got from the loaders, with `Shards` in it.
+        parts: The batch of each replica here, after the hooks.
 
     Raises:
-        ValueError: If the loaders do not tell.
+        ValueError: If the batch does not tell.
     """
-    combined = trainer.fit_loop._combined_loader
-    ahead = len(getattr(trainer.fit_loop._data_fetcher, "batches", ()))
-    passes = combined._iterator.iterators
-    if all(each.read and each.read[-1] is None for each in passes):
-        ahead += 1  # Lightning has looked for one more batch, and found none
-    parts = combined._spec.flatten_up_to(batch) if len(passes) > 1 else [batch]
+    loaders, spec = tree_flatten(given)
     shares = set()
-    for each, part in zip(passes, parts):
-        need_weight("a loader without a length begins again beside others", len(each.read) <= ahead)
-        if (keys := each.read[-1 - ahead]) is None:
+    for number, each in enumerate(loaders):
+        if each is None:
             continue  # this loader has ended
         what = "the shape of a batch does not tell how many samples are in it"
         need_weight(what, not each.has_rows)
-        rows, sizes = [*map(num_samples, shards_of(part))], [*map(len, keys.indices)]
+        rows = [num_samples(spec.flatten_up_to(part)[number]) for part in parts]
+        sizes = [*map(len, each.keys.indices)]
         need_weight(f"samples were left out, {rows} rows of {sizes}", rows != sizes)
-        shares.add(tuple(size / keys.num_samples for size in sizes))
+        shares.add(tuple(size / each.keys.num_samples for size in sizes))
     need_weight(f"loaders have other shares of their batches, {sorted(shares)}", len(shares) != 1)
     return [*shares.pop()]
 

@@ -62,23 +62,34 @@ def cut_indices(batch: list[Any], num_shards: int, replicas: range, *of_pass: An
     return ShardKeys(indices, starts, replicas, len(batch), order, *of_pass)
 
 
-class Shards:
-    """The shards of one process. With several replicas per process, this is what a batch is.
+class Probe(NamedTuple):
+    """What the first sample of a loader tells, read and collated alone."""
 
-    `probed` tells of one sample its checksum, if it is the same each time the sample is read, and
-    whether a batch of this sample has one row.
+    checksum: int  # 0 if it is another one when the sample is read again
+    has_one_row: bool
+
+
+class Shards:
+    """The shards of one process, with their keys: what a loop gets from a loader.
+
+    A strategy hands on what is inside. With several replicas per process, a training batch is a
+    `Shards` object without keys.
+
+    Args:
+        shards: A batch for each replica here.
+        keys: Whose they are.
+        probe: Of the first batch of a loader.
     """
 
-    def __init__(self, shards: Sequence[Any], keys: Any = None, probed: Any = (0, False)) -> None:
-        self.shards, self.keys, self.probed = shards, keys, probed
+    facts: dict[str, int] | None = None  # of the pass so far: what all processes must find alike
+    has_rows = False  # whether a batch has one row per sample
+
+    def __init__(self, shards: Sequence[Any], keys: Any = None, probe: Probe | None = None) -> None:
+        self.shards, self.keys, self.probe = shards, keys, probe
 
     def pin_memory(self) -> "Shards":
         self.shards = [pin_memory(shard) for shard in self.shards]
         return self
-
-
-def shards_of(batch: Any) -> Sequence[Any]:
-    return batch.shards if isinstance(batch, Shards) else [batch]
 
 
 class ShardReader(Dataset):
@@ -100,25 +111,24 @@ class ShardReader(Dataset):
 
     def __getitem__(self, keys: ShardKeys) -> Shards:
         with isolate_rng(include_cuda=False):
-            probed = self._probe(keys)
+            probe = self._probe(keys)
             parts = zip(keys.replicas, keys.starts, keys.indices)
             shards = [self._read(keys, *each) for each in parts]
-        return Shards(shards, keys, probed)
+        return Shards(shards, keys, probe)
 
     __getitems__ = __getitem__  # a DataLoader asks for this one first
 
-    def _probe(self, keys: ShardKeys) -> tuple[int, bool]:
-        """`Shards.probed`, of the first sample that can be read and collated alone."""
+    def _probe(self, keys: ShardKeys) -> Probe | None:
+        """Of the first sample that can be read and collated alone."""
         for index in keys.probe:
             with suppress(Exception):  # the shard that has the sample raises it
                 first, again = (self._read(keys, 0, 0, [index]) for _ in range(2))
-                break
-        else:
-            return 0, False
-        sample = checksum(first) if checksum(first) == checksum(again) else 0
-        with suppress(ValueError):
-            return sample, num_samples(first) == 1
-        return sample, False
+                sample = checksum(first) if checksum(first) == checksum(again) else 0
+                has_one_row = False
+                with suppress(ValueError):
+                    has_one_row = num_samples(first) == 1
+                return Probe(sample, has_one_row)
+        return None
 
     def _read(self, keys: ShardKeys, replica: int, start: int, indices: list[Any]) -> Any:
         dataset: Any = self.read_from

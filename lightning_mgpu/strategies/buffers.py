@@ -1,13 +1,57 @@
-"""Every replica starts a step with the same buffers.
+"""Every replica starts an update with the same buffers.
 
 The running statistics of normalization layers are averaged over the replicas, in their order. Of
 any other buffer the first replica's value is kept.
 """
 
+from typing import Any
+
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+
+
+class ReplicaBuffers:
+    """The buffers of each replica here. The module holds those of one at a time."""
+
+    def __init__(self, module: nn.Module, num_replicas: int) -> None:
+        self.module, self.num_bytes = module, sum(b.nbytes for b in module.buffers())
+        self.rows = [read_buffers(module)] * num_replicas if num_replicas > 1 else []
+        self.held, self.seen = 0, self._look()
+
+    def hold(self, replica: int) -> None:
+        """Let the module hold the buffers of this replica."""
+        if replica != self.held:
+            write_buffers(self.module, self.rows[replica][None])
+            self.held = replica
+
+    def take(self) -> None:
+        """What a step, or a backward pass, has made of the buffers that the module holds."""
+        if self.rows:
+            self.rows[self.held] = read_buffers(self.module, self.num_bytes)
+            self.seen = self._look()
+
+    def refuse_edits(self, is_thorough: bool) -> None:
+        """Raise a MisconfigurationException if a hook has edited one of several replicas' buffers.
+
+        A thorough look waits for the device, but sees `.data`, too.
+        """
+        if self.rows and (is_thorough or self._look() != self.seen):
+            found = read_buffers(self.module, self.num_bytes)
+            if not torch.equal(found, self.rows[self.held]):
+                raise MisconfigurationException(
+                    "A hook has edited buffers within an update, of one of several replicas here: "
+                    "edit them in `on_train_batch_end` of its last batch, or leave out `replicas`."
+                )
+
+    def to_row(self) -> Tensor:
+        """The bytes of all replicas here, (r * n,)."""
+        return torch.cat(self.rows or [read_buffers(self.module, self.num_bytes)])
+
+    def _look(self) -> Any:
+        return [(b._version, b.data_ptr()) for b in self.module.buffers()] if self.rows else []
 
 
 def read_buffers(module: nn.Module, num_bytes: int | None = None) -> Tensor:

@@ -53,17 +53,18 @@ class Several(Net):
 
 
 class Iterates(Net):
-    """Gets an iterator, from which it takes two batches in a step."""
-
     def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
-        parts = [next(dataloader_iter)[0] for _ in range(2)]
-        batch = [torch.cat(part) for part in zip(*parts)]
-        return {"loss": self.loss(batch), "weight": len(batch[0])}
+        return self.loss(next(dataloader_iter)[0])
 
 
-class Unweighted(Iterates):
-    def training_step(self, dataloader_iter: Any) -> Any:
-        return super().training_step(dataloader_iter)["loss"]
+class Doubles(Net):
+    """In the hooks that move a batch, in their order."""
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return [2 * batch[0], batch[1]]
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return [batch[0] + 1, batch[1]]
 
 
 class Schedules(Net):
@@ -111,6 +112,11 @@ def several(num: int = 57, second: int = 57, size: int = 10) -> Any:
     return CombinedLoader({"a": first, "b": DataLoader(samples(second, 2), size)}, "max_size")
 
 
+def of_a_stream() -> Any:
+    loaders = {"a": DataLoader(samples(), 10, shuffle=True), "b": DataLoader(Stream(samples()), 10)}
+    return CombinedLoader(loaders, "min_size")
+
+
 STARTED = [*product((Schedules, StartsLoader, FindsRate), (balanced, shuffled))]
 LOADERS: dict[str, tuple[type[Net], Callable[[], Any]]] = {
     "shuffled, other random numbers": (Draws, lambda: None),
@@ -118,7 +124,8 @@ LOADERS: dict[str, tuple[type[Net], Callable[[], Any]]] = {
     "several": (Several, several),
     "several, of other sizes": (Several, lambda: several(60, 120, 20)),
     "several, one ends earlier": (Several, lambda: several(second=30)),
-    "an iterator": (Iterates, lambda: DataLoader(samples(), 10, shuffle=True)),
+    "several, a stream": (Several, of_a_stream),
+    "moved by hooks": (Doubles, lambda: None),
     # a hook starts the first pass over the loader
     **{f"{make.__name__}, {data.__name__}": (make, data) for make, data in STARTED},
 }
@@ -144,7 +151,7 @@ def test_batches_are_those_of_one_device(name: str, in_two_processes: list[Any])
     expected = fit_loader(name)
     for found in (each[0][name] for each in in_two_processes):
         assert_close(found, expected)
-    if not issubclass(LOADERS[name][0], (Several, Iterates)):  # which need a process per replica
+    if "other sizes" not in name:  # for three replicas, shards have other shares
         assert_close(fit_loader(name, 3), expected)
 
 
@@ -229,8 +236,8 @@ REFUSED: dict[str, tuple[Callable[[], tuple[Any, ...]], str]] = {
         "loaders have other shares of their batches, [(0.",
     ),
     "an iterator": (
-        lambda: (DataLoader(samples(), 10), None, Unweighted),
-        'return {"loss": loss, "weight": n}',
+        lambda: (DataLoader(samples(), 10), None, Iterates),
+        "training_step(dataloader_iter): an iterator does not tell its batches",
     ),
     "together": (
         lambda: (None, of_two_sizes(), ValidatesSeveral),

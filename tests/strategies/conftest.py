@@ -26,7 +26,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_mgpu.processes.meeting import Meeting
 from lightning_mgpu.strategies import ManualAllreduceStrategy, manual_allreduce
 
-if "BY_MESSAGES" in os.environ:  # as between machines, and with one parameter per bucket
+IN_MEMORY = "BY_MESSAGES" not in os.environ
+if not IN_MEMORY:  # as between machines, and with one parameter per bucket
     Meeting.map_memory = lambda *_: None  # type: ignore[method-assign]
     manual_allreduce.BUCKET_CAP_MB = 1e-9
 CONTEXT = multiprocessing.get_context("forkserver")

@@ -251,8 +251,9 @@ TWICE = "momentum", "frozen, accumulated", "edited"
 
 def fit_case(name: str, **options: Any) -> Any:
     make, kwargs = CASES[name]
-    if options.get("replicas") and issubclass(make, (Manual, HalvesGradients)):
-        return None  # refused: test_refusals.py
+    is_refused = world_size() > 1 and make is Searches  # and tested in test_refusals.py
+    if is_refused or (options.get("replicas") and issubclass(make, (Manual, HalvesGradients))):
+        return None
     return attempt(fit, make, **kwargs(), **options)
 
 

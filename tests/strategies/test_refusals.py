@@ -20,7 +20,7 @@ from tests.strategies.conftest import (
     run_in_processes,
 )
 from tests.strategies.test_buffers import Averages
-from tests.strategies.test_parity import HalvesGradients, Manual
+from tests.strategies.test_parity import HalvesGradients, Manual, Searches
 
 
 class LossBackward(Manual):
@@ -134,6 +134,7 @@ IN_TWO: dict[str, tuple[Callable[[], Any], Callable[[], dict[str, Any]], str]] =
     ),
     "random numbers by rank": (Draws, dict, "draws other random numbers"),
     "parts": (GathersParts, dict, "all_gather of tensors of different shapes"),
+    "LBFGS": (Searches, dict, "LBFGS decides by the loss"),
     "another Trainer": (
         Net,
         lambda: {"devices": 1, "strategy": make_strategy()},
