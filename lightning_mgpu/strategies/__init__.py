@@ -17,9 +17,10 @@ The way of a batch through `manual_allreduce`, in every process:
 13.   Courier.finish      messages come, and the user's allreduce sums     routes/courier.py
 14. compare_weights       before a checkpoint: are all replicas equal?     manual_allreduce.py
 
-Stops 3 to 13 are called within Lightning's `optimizer_step`, before the update. Between CPUs of several machines, a bucket of gradients passes stops 9 to 11 within the backward
-pass, as soon as all of them are there. A step meets once before the sums (12) and, in shared
-memory, once after them (in 13). routes/__init__.py has more of the buckets.
+Lightning's `optimizer_step` calls stops 3 to 13 before it updates. Between CPUs of several
+machines, a bucket of gradients passes stops 9 to 11 within the backward pass, as soon as all of
+them are there. A step meets once before the sums (12) and, in shared memory, once after them (in
+13). routes/__init__.py has more of the buckets.
 
 `dp` (dp.py) is one process: shards, copies of the parameters, one backward pass, one update.
 """
