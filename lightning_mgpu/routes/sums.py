@@ -1,7 +1,7 @@
 """Routes: how the rows of a bucket come together, and the user's allreduce sums them.
 
-Each returns the sums, one for each of the bucket's parameters: those that the allreduce has left in
-this process's first row. They are in memory that the next update uses again.
+Each returns copies of the sums, one for each of the bucket's parameters: of those that the
+allreduce has left in this process's first row. The copies are made while other messages travel.
 """
 
 from collections.abc import Generator, Sequence
@@ -32,7 +32,7 @@ def sum_in_place(bucket: Bucket, allreduce: Allreduce, rank: int) -> Route:
     parts = [memory.split(bucket.lengths)[rank] for memory in bucket.memory]
     allreduce_many(allreduce, bucket.gather_rows(parts, rank))
     yield None  # the sums are there; until the next meeting each process touches its own rows only
-    return bucket.rows[0]
+    return [view.clone() for view in bucket.rows[0]]
 
 
 def sum_by_owners(bucket: Bucket, allreduce: Allreduce, rank: int) -> Route:
@@ -42,7 +42,8 @@ def sum_by_owners(bucket: Bucket, allreduce: Allreduce, rank: int) -> Route:
     allreduce_many(allreduce, bucket.gather_rows(parts, rank))
     sums = torch.cat([part[:size] for part in parts])  # of each process's first row
     parts = yield Message(sums, [size] * num_processes, bucket.sizes)
-    return [view for owner, part in enumerate(parts) for view in bucket.views(part, owner)]
+    views = [bucket.views(part, owner) for owner, part in enumerate(parts)]
+    return [view.clone() for each in views for view in each]
 
 
 def sum_by_all(bucket: Bucket, allreduce: Allreduce, rank: int) -> Route:
@@ -50,7 +51,7 @@ def sum_by_all(bucket: Bucket, allreduce: Allreduce, rank: int) -> Route:
     parts = yield Message(bucket.own, None, [len(bucket.own)] * 2)
     rows = bucket.gather_rows(parts, 0)
     allreduce_many(allreduce, rows)
-    return [each[rank * bucket.num_rows] for each in rows]
+    return [each[rank * bucket.num_rows].clone() for each in rows]
 
 
 def take_all(row: Tensor, num_processes: int) -> Route:

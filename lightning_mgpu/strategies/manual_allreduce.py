@@ -250,8 +250,8 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
         if buffers:
             write_buffers(self.module, results[BUFFERS].view(self.num_replicas, -1))
         sums = {p: X for b in dispatcher.buckets for p, X in zip(b.parameters, results[b])}
-        present = {p: sums[p] for p, is_there in zip(dispatcher.layout, found[2:]) if is_there}
-        return {p: X.clone() for p, X in present.items()}, found[1]
+        present = zip(dispatcher.layout, found[2:])
+        return {p: sums[p] for p, is_there in present if is_there}, found[1]
 
     def _find_dispatcher(self) -> Dispatcher:
         """A new one, if there are other parameters than in the update before."""
