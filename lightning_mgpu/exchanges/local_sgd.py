@@ -98,6 +98,9 @@ class LocalSGDStrategy(ExchangeStrategy):
                 "An exchange of weights now and then needs one replica per process, no "
                 "sync_batchnorm, and no callback that averages weights."
             )
+
+    def reset_states(self) -> None:
+        super().reset_states()
         self._num_updates = self._facts = 0
         self._weights: Gradients = {}  # the last common ones
 

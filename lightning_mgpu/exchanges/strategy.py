@@ -86,9 +86,12 @@ class ExchangeStrategy(ManualAllreduceStrategy):
                 "An exchange that keeps a state, and one of weights, need automatic optimization, "
                 "no LBFGS, and no GradScaler: bf16-mixed in place of 16-mixed."
             )
+        self._plans = WeakKeyDictionary[Bucket, Plan]()
+        self.reset_states()
+
+    def reset_states(self) -> None:
         self._states: dict[int, Any] = {replica: {} for replica in self.local_replicas}
         self._after: dict[int, Any] = defaultdict(dict)  # the states after this update
-        self._plans = WeakKeyDictionary[Bucket, Plan]()
         self.num_bytes = np.zeros(2)  # sent by one replica: by this exchange, by the exact sum
 
     def route(self, bucket: Bucket, replicas: list[Gradients]) -> Route:
@@ -167,12 +170,13 @@ class ExchangeStrategy(ManualAllreduceStrategy):
         return {**own, self.flag_of_k: self.num_replicas}
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
-        """Lightning calls this after `setup`, when a run is resumed."""
+        """Lightning calls this after `setup`, when a run is resumed, and after a finder's steps."""
+        self.reset_states()
         if KEY in checkpoint:
             optimizers = self._restore(checkpoint[KEY])
             states = optimizers or checkpoint["optimizer_states"]
             checkpoint = {**checkpoint, "optimizer_states": states}
-        elif self._is_stateful:
+        elif self._is_stateful and checkpoint["global_step"]:  # a finder's has no state yet
             raise MisconfigurationException(
                 "This checkpoint has no exchange's state: it is not a run's last.ckpt, or its run "
                 "had another strategy."

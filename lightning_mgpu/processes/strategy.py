@@ -303,6 +303,12 @@ class ProcessPerDeviceStrategy(DDPStrategy):
         named = {} if results is None else results
         logged = {n: v for n, v in named.items() if v.is_tensor and "_step" in v.meta.fx}
         synced = {n: v.meta.sync for n, v in logged.items() if not v.meta.sync.rank_zero_only}
+        shares = {len(x.keys.indices[0]) / x.keys.num_samples for x in self.given_shards}
+        if synced and len(shares) > 1:
+            raise MisconfigurationException(
+                f"The loaders of an evaluation have other shares of their batches, {sorted(shares)}"
+                ": log torchmetrics objects, or give the loaders equal batch sizes."
+            )
         self._averaged = [logged[name] for name, sync in synced.items() if not sync.should]
         for value in self._averaged:
             value.meta.sync.should = True

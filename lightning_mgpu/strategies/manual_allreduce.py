@@ -16,6 +16,7 @@ import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.tuner.lr_finder import _LRCallback
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.optim import LBFGS
@@ -110,6 +111,12 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
             raise MisconfigurationException(
                 "LBFGS decides by the loss, of which each process knows its part: take one process."
             )
+        schedulers = [each for each in trainer.lr_scheduler_configs if each.interval == "step"]
+        if self.num_local > 1 and any(each.monitor for each in schedulers):
+            raise MisconfigurationException(
+                "A scheduler of every step with a `monitor` would act on the last replica's value: "
+                "let it act once per epoch, or leave out `replicas`."
+            )
         # from torch's generator: two fits of a script draw other numbers, and a fit after the same
         # `seed_everything` the same
         self._seed = crc32(torch.get_rng_state().numpy().data)
@@ -170,6 +177,12 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
         if self.update is None:
             self.update = Update(self)
         return self.update
+
+    @property
+    def finds_rate(self) -> bool:
+        """Whether Lightning's LearningRateFinder looks at the losses of steps."""
+        callbacks: Any = vars(self.module.trainer)["callbacks"]
+        return any(isinstance(each, _LRCallback) for each in callbacks)
 
     def find_shares(self) -> list[float]:
         """The share of each replica here in the samples of the global batch."""

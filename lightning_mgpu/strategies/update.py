@@ -44,6 +44,7 @@ class Update:
         self.weight = 0.0  # of all batches so far
         self.decay = 1.0  # by which gradients so far are multiplied before the next ones are added
         self.shares, self.total_share = [0.0] * num_local, 0.0  # of the replicas here, and of all
+        self.scale_probe: Any = None  # what a loss gets that is not a replica's own
 
     @property
     def mean_shares(self) -> list[float]:
@@ -85,7 +86,7 @@ class Update:
     def make_loss(self, outputs: list[Any]) -> Any:
         """One loss for Lightning, in whose backward pass each shard counts by its share.
 
-        With several replicas here it is the mean loss, and its backward pass only finds out the
+        With several replicas here it is their mean loss, and its backward pass only finds out the
         factor, for example GradScaler's, for the passes of the shards.
         """
         losses, weights = zip(*map(split_loss, outputs))
@@ -98,16 +99,29 @@ class Update:
                 'mean, return {"loss": loss, "weight": 0}.'
             )
         self.losses, self.factors = losses, self.count_batch(weights)
-        if self.num_local == 1:
+        self.scale_probe = None
+        is_searched = self.strategy.finds_rate  # for a rate, by the loss of all
+        if self.num_local == 1 and not is_searched:
             loss = scale_gradient(losses[0], self.factors[0])
         else:
-            total = sum(self.factors)
-            mean: Any = torch.zeros_like(losses[0])
-            for each, factor in zip(losses, self.factors):
-                if factor:  # a loss with weight 0 may be NaN: it does not count
-                    mean += each.detach() * (factor / total)
+            mean = self._find_mean_of_all() if is_searched else self._find_mean()
             loss = self.scale_probe = mean.requires_grad_()
         return {**outputs[-1], "loss": loss} if isinstance(outputs[-1], Mapping) else loss
+
+    def _find_mean(self) -> Tensor:
+        """The mean loss of the replicas here. It does not wait for the device."""
+        mean, total = torch.zeros_like(self.losses[0]), sum(self.factors)
+        for loss, factor in zip(self.losses, self.factors):
+            if factor:  # a loss with weight 0 may be NaN: it does not count
+                mean += loss.detach() * (factor / total)
+        return mean
+
+    def _find_mean_of_all(self) -> Tensor:
+        here = [[loss.item(), factor] for loss, factor in zip(self.losses, self.factors)]
+        rows = self.strategy.gather(np.array(here).reshape(-1), "losses").reshape(-1, 2)
+        losses, factors = rows[rows[:, 1] > 0].T
+        mean = float(losses @ factors) / (float(factors.sum()) or 1.0)
+        return torch.full_like(self.losses[0], mean, requires_grad=False)
 
     def count_batch(self, weights: Sequence[float | None]) -> list[float]:
         """The factors of the losses here: by their weights, or by the samples of their shards.
@@ -143,7 +157,7 @@ class Update:
         """Add the gradients of this batch. `sends` makes a context for the last replica's pass."""
         parameters = [*self.module.parameters()]
         self._prepare(parameters)
-        if self.num_local == 1:
+        if self.scale_probe is None:
             with sends([]):
                 backward()
             self.gradients = [get_gradients(parameters)]

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from lightning.pytorch import seed_everything
+from lightning.pytorch.callbacks import LearningRateFinder
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
@@ -74,6 +75,20 @@ class Looks(Evaluates):
         self.on_train_batch_start()
 
 
+class FindsRate(Random):
+    """Takes the rate that a finder suggests, by the losses of all replicas."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lr = 0.01
+
+    def configure_callbacks(self) -> Any:
+        return LearningRateFinder(num_training_steps=20)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), self.lr)
+
+
 RUNS: dict[str, tuple[type[Random], Any, dict[str, Any]]] = {
     "textbook": (Random, {}, {}),
     "ring": (Random, {"allreduce": allreduce.ring_allreduce}, {}),
@@ -82,6 +97,7 @@ RUNS: dict[str, tuple[type[Random], Any, dict[str, Any]]] = {
     "looks": (Looks, {}, {"max_epochs": 3}),
     # a validation in the middle of a window
     "window": (Evaluates, {}, {"accumulate_grad_batches": 4, "val_check_interval": 3}),
+    "finds a rate": (FindsRate, {}, {}),
     "two replicas": (Random, {"replicas": 2}, {}),
 }
 
@@ -98,7 +114,8 @@ def train(name: str, save: Path | None = None, resume: Path | None = None) -> st
         data = batch_loader(samples(58), 10, trainer, shuffle=True)
     val = DataLoader(Noise(), 9, shuffle=True) if issubclass(make, Evaluates) else None
     trainer.fit(module, data, val, ckpt_path=resume, weights_only=False)
-    assert len(set(module.numbers)) == len(module.numbers)  # of each replica and batch
+    if make is not FindsRate:  # whose steps are taken back
+        assert len(set(module.numbers)) == len(module.numbers)  # of each replica and batch
     if save:
         trainer.save_checkpoint(save)
     tensors = [tensor.double().reshape(-1) for tensor in module.state_dict().values()]
