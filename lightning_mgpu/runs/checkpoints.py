@@ -148,6 +148,7 @@ class LastCheckpoint(Callback):
         self.first_epoch = 0  # of this process
         self.loaded_metrics: dict[str, Any] = {}
         self.frozen: list[str] | None = None  # parameters, in the checkpoint to go on from
+        self.modes: dict[str, list[bool]] = {}  # of the modules when an epoch begins, by name
         self.why_stopped = ""  # if the run has stopped by itself, as by EarlyStopping
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -162,13 +163,16 @@ class LastCheckpoint(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.first_epoch = trainer.current_epoch
         trainer.callback_metrics.update(self.loaded_metrics)
-        for name, p in pl_module.named_parameters() if self.frozen is not None else ():
-            if p.requires_grad == (name in (self.frozen or ())):  # BackboneFinetuning forgets it
-                p.requires_grad_(not p.requires_grad)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.current_epoch > self.first_epoch:
+            self.modes = read_modes(pl_module)
             self.save(trainer, LAST)
+        elif self.frozen is not None:  # after all hooks that freeze layers when a run begins
+            for name, p in pl_module.named_parameters():
+                if p.requires_grad == (name in self.frozen):  # BackboneFinetuning forgets it
+                    p.requires_grad_(not p.requires_grad)
+            restore_modes(pl_module, self.modes)
         seed_generators(self.seed, "step", trainer.current_epoch)
         if (loop := trainer.fit_loop).is_resuming:
             # Lightning would take the old epoch's batches for those of this one. Now it counts them
@@ -178,6 +182,7 @@ class LastCheckpoint(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.has_finished, self.why_stopped = True, why_stopped(trainer)
+        self.modes = read_modes(pl_module)  # before another callback's `eval()` at the end
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit" and self.has_finished:
@@ -198,7 +203,7 @@ class LastCheckpoint(Callback):
             metrics = dict(trainer.callback_metrics)  # ReduceLROnPlateau may read old ones
             frozen = [name for name, p in pl_module.named_parameters() if not p.requires_grad]
             checkpoint[KEY] = {"streams": VERSION, "metrics": metrics, "frozen": frozen}
-            checkpoint[KEY]["why_stopped"] = why_stopped(trainer)
+            checkpoint[KEY] |= {"modes": self.modes, "why_stopped": why_stopped(trainer)}
 
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
@@ -216,11 +221,28 @@ class LastCheckpoint(Callback):
         if "exchange" in checkpoint and not hasattr(trainer.strategy, "exchange"):
             raise UsageError(f"{trainer.ckpt_path} has the state of an exchange: keep its strategy")
         self.loaded_metrics, self.frozen = checkpoint[KEY]["metrics"], checkpoint[KEY]["frozen"]
+        self.modes = checkpoint[KEY].get("modes", {})  # older files have none
         if why := checkpoint[KEY]["why_stopped"]:
             self.why_stopped, trainer.should_stop = why, True
         for counts in loop["epoch_progress"].values():
             counts["ready"] = counts["started"]  # the next epoch is one that has not begun
         loop["state_dict"].pop("combined_loader", None)  # the loader begins with its first batch
+
+
+def read_modes(model: LightningModule) -> dict[str, list[bool]]:
+    """What freezing a module changes beside `requires_grad`: two attributes, by its name."""
+    return {
+        name: [module.training, getattr(module, "track_running_stats", False)]
+        for name, module in model.named_modules()
+    }
+
+
+def restore_modes(model: LightningModule, modes: dict[str, list[bool]]) -> None:
+    for name, module in model.named_modules():
+        if name in modes:
+            module.training, tracks = modes[name]
+            if hasattr(module, "track_running_stats"):  # of BatchNorm
+                module.track_running_stats = tracks
 
 
 def why_stopped(trainer: Trainer) -> str:

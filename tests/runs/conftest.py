@@ -67,7 +67,15 @@ class Net(Classifier):
 
 
 class Tuned(Net):
-    """For Lightning's BackboneFinetuning."""
+    """For Lightning's BackboneFinetuning, with BatchNorm. Dropout ends with the second epoch."""
+
+    def __init__(self, lr: float = 0.1) -> None:
+        super().__init__(lr)
+        self.net[1] = nn.Sequential(self.net[1], nn.BatchNorm1d(16))
+
+    def on_train_epoch_start(self):
+        if self.current_epoch == 1:
+            self.net[3].eval()
 
     @property
     def backbone(self):
