@@ -116,7 +116,8 @@ def batch_loader(
         trainer: The data module's `self.trainer`, which knows the processes that share a batch.
         shuffle: Draw a new order every epoch, for training. The default is dataset order.
         seed: For the order, and for what samples draw. The default is `seed_everything`'s.
-        drop_last: Leave out a last global batch that is smaller than the others.
+        drop_last: Leave out a last global batch that is smaller than the others. In `predict`, the
+            `trainer` says that nothing is left out: every sample gets a prediction.
         collate_fn: Makes a batch of a list of samples. A `BatchDataset` has no use for it.
         kwargs: Of `DataLoader`. By default, `pin_memory` is on if the trainer's device is a GPU.
     """
@@ -124,6 +125,7 @@ def batch_loader(
     if trainer is not None:
         share = trainer.world_size, trainer.global_rank
         shuffle = shuffle and not trainer.overfit_batches  # type: ignore[attr-defined]
+        drop_last = drop_last and not trainer.predicting
         first: Any = dataset.tensors[0] if isinstance(dataset, TensorDataset) else dataset
         if getattr(first, "device", torch.device("cpu")).type == "cpu":
             kwargs.setdefault("pin_memory", trainer.strategy.root_device.type not in ("cpu", "mps"))

@@ -18,6 +18,7 @@ def loader(dataset: Any, size: int, processes: int = 1, rank: int = 0, **options
     """A loader as a process of a Trainer has it that does not cut batches: under `ddp`."""
     epoch, device = options.pop("epoch", 0), torch.device(options.pop("device", "cpu"))
     share = {"world_size": processes, "global_rank": rank, "overfit_batches": 0}
+    share["predicting"] = options.pop("predicting", False)
     trainer: Any = SimpleNamespace(**share, strategy=SimpleNamespace(root_device=device))
     found: Any = batch_loader(dataset, size, trainer, **options)
     found.sampler.set_epoch(epoch)
@@ -46,6 +47,8 @@ def test_processes_share_the_batches_of_one() -> None:
         assert joined(processes, size, shuffle=True) == whole
         full = [batch for batch in whole if len(batch) == size]
         assert joined(processes, size, shuffle=True, drop_last=True) == full
+        every = list(chain(*joined(processes, size, drop_last=True, predicting=True)))
+        assert every == list(range(503))
 
 
 def test_order_and_seed_depend_only_on_seed_and_epoch() -> None:
