@@ -1,5 +1,7 @@
 """Pictures of a classifier's test: a confusion matrix, and images with predictions."""
 
+from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -18,8 +20,9 @@ NUM_IMAGES, MAX_CLASSES = 24, 50  # of predictions.png; of a confusion matrix
 class TestPictures(Callback):
     """Draws a confusion matrix (`confusion.png`) and test images, mistakes first.
 
-    Needs batches (X, y) with labels y (N,), where -100 is ignored, and a `test_step` that
-    returns a dict with `logits` (N, C). Images X (N, 1 or 3, H, W) of the first process are drawn.
+    Needs batches (X, y), or those of a `Classifier`, with labels y (N,), where -100 is ignored,
+    and a `test_step` that returns a dict with `logits` (N, C). Images X (N, 1 or 3, H, W) of the
+    first process are drawn; in a dict, X is the first entry.
     """
 
     confusion: Matrix | None = None
@@ -28,9 +31,12 @@ class TestPictures(Callback):
     def on_test_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, *at: int
     ) -> None:
+        read: Any = getattr(pl_module, "inputs_and_target", lambda batch: batch)
+        with suppress(TypeError):  # a `test_step` that overrides ours may read other batches
+            batch = read(batch)
         match outputs, batch, sum(at[1:]):  # of the first loader
-            case {"logits": Tensor(ndim=2) as logits}, [Tensor() as X, Tensor(ndim=1) as y], 0:
-                pass
+            case {"logits": Tensor(ndim=2) as logits}, [inputs, Tensor(ndim=1) as y], 0:
+                X = next(iter(inputs.values())) if isinstance(inputs, Mapping) else inputs
             case _:
                 return  # another kind of model
         self.names = names = label_names(trainer, logits.shape[1])
@@ -40,7 +46,7 @@ class TestPictures(Callback):
             if self.confusion is not None:
                 self.confusion.update(logits.detach(), y)
         with errors_as_warnings("predictions.png"):
-            if X.ndim == 4 and X.shape[1] in (1, 3):
+            if isinstance(X, Tensor) and X.ndim == 4 and X.shape[1] in (1, 3):
                 # a sample of the mistakes, then one of the rest
                 keys = torch.rand(len(X), generator=torch.Generator().manual_seed(at[0]))
                 found = logits.argmax(1)

@@ -1,4 +1,4 @@
-"""What every image classifier here shares: cross-entropy, accuracy, optimizer and scheduler.
+"""What every classifier here shares: cross-entropy, accuracy, optimizer and scheduler.
 
 A model is a subclass that builds `self.net`; it never mentions devices, ranks or strategies.
 
@@ -6,7 +6,7 @@ A model is a subclass that builds `self.net`; it never mentions devices, ranks o
     --model.optimizer=AdamW --model.optimizer.lr=0.001
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache, partial
 from math import inf
 from typing import Any, Literal
@@ -22,6 +22,7 @@ from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAccuracy
 
 Init = Literal["book", "kaiming"]  # initial weights: N(0, 0.01), or those of He et al. (2015)
+TARGETS = ("labels", "label", "target")  # where a dict has the target, as Hugging Face's do
 
 
 class OneCycle(OneCycleLR):
@@ -56,8 +57,9 @@ class MeanLoss(Metric):
 
 
 class Classifier(LightningModule):
-    """Trains `self.net`, from images (N, C, H, W) to logits (N, num_classes), with cross-entropy.
+    """Trains `self.net`, for example from images (N, C, H, W) to logits (N, num_classes).
 
+    A batch is (X, y), or a dict: see `inputs_and_target`. The loss is cross-entropy.
     Logs `{train,val,test}_loss` (nats) and `{train,val,test}_acc` (fraction), means over samples,
     once per epoch, and every `trainer.log_every_n_steps` the minibatch `loss`: the mean of the
     processes' last shards.
@@ -110,48 +112,81 @@ class Classifier(LightningModule):
         if self.channels_last:
             self.net.to(memory_format=torch.channels_last)
 
-    def forward(self, X: Tensor) -> Tensor:
+    def inputs_and_target(self, batch: Any) -> tuple[Any, Tensor | None]:
+        """What `forward` takes, and the labels (N,), or `None` where a batch has none.
+
+        Of (X, y), X and y; of X or (X,), X. In a dict, the target is `labels`, `label` or
+        `target`, and all other entries are keyword arguments of `self.net`. For any other kind of
+        batch, override this method: all steps, and the pictures of a test, read batches by it.
+
+        Raises:
+            TypeError: If the batch is none of these.
+        """
+        if isinstance(batch, Mapping):  # a `BatchEncoding` is not a dict
+            inputs = dict(batch)
+            name = next((each for each in TARGETS if each in inputs), "")
+            return inputs, inputs.pop(name, None)
+        parts = batch if isinstance(batch, (tuple, list)) else [batch]
+        if len(parts) in (1, 2) and isinstance(parts[-1], Tensor):
+            return parts[0], parts[1] if len(parts) == 2 else None
+        raise self._batch_error(batch, "takes X, (X, y) or a dict")
+
+    def forward(self, X: Any) -> Tensor:
+        if isinstance(X, Mapping) and (self.channels_last or self.flip_tta):
+            raise ValueError("model.channels_last and model.flip_tta: only for images, not a dict")
         if self.channels_last:
             X = X.contiguous(memory_format=torch.channels_last)
-        if self.training:
-            return compiled_call()(self.net, X) if self.compiles else self.net(X)
-        return (self.net(X) + self.net(X.flip(-1))) / 2 if self.flip_tta else self.net(X)
+        compute = compiled_logits() if self.training and self.compiles else logits_of
+        if self.training or not self.flip_tta:
+            return compute(self.net, X)
+        return (compute(self.net, X) + compute(self.net, X.flip(-1))) / 2
 
     def compute_loss(self, logits: Tensor, y: Tensor) -> Tensor | tuple[Tensor, Tensor | float]:
         """The loss: a mean over samples, or a mean over something else and the weight of that."""
         smoothing = self.label_smoothing if self.training else 0.0
         return F.cross_entropy(logits, y, label_smoothing=smoothing)
 
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
-        loss, _, weight = self._step(batch, "train")
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss, _, y, weight = self._step(batch, "train")
         every = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
         if every and (self.trainer.global_step + 1) % every == 0:
             # not with `prog_bar`: every step would wait for the device to show it
-            self.log("loss", loss, batch_size=len(batch[1]), sync_dist=True)
+            self.log("loss", loss, batch_size=len(y), sync_dist=True)
         return loss if weight is None else {"loss": loss, "weight": weight}
 
-    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+    def validation_step(self, batch: Any, batch_idx: int) -> Tensor:
         return self._step(batch, "val")[0]
 
-    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Tensor]:
+    def test_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
         return dict(zip(("loss", "logits"), self._step(batch, "test")))
 
-    def predict_step(self, batch: Tensor | Sequence[Tensor], batch_idx: int) -> dict[str, Tensor]:
-        """Class probabilities (N, num_classes) for a batch X, (X,) or (X, y)."""
-        X, *labels = [batch] if isinstance(batch, Tensor) else batch
+    def predict_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
+        """Class probabilities (N, num_classes), and the labels if the batch has them."""
+        X, y = self.inputs_and_target(batch)
         probabilities = self(X).softmax(dim=1)
         found = {"prediction": probabilities.argmax(dim=1), "probabilities": probabilities}
-        return {"label": labels[0], **found} if labels else found
+        return found if y is None else {"label": y, **found}
 
-    def _step(self, batch: tuple[Tensor, Tensor], stage: str) -> tuple[Tensor, Tensor, Any]:
-        """Loss and logits of a batch, counted by the stage's two metrics, and the loss's weight."""
-        X, y = batch  # (N, C, H, W), (N,)
+    def _step(self, batch: Any, stage: str) -> tuple[Tensor, Tensor, Tensor, Any]:
+        """Loss, logits and labels of a batch, counted by metrics, and the loss's weight."""
+        X, y = self.inputs_and_target(batch)  # for example (N, C, H, W), (N,)
+        if y is None:
+            raise self._batch_error(batch, "found no target")
         logits = self(X)  # (N, num_classes)
         given = self.compute_loss(logits, y)
         loss, weight = given if isinstance(given, tuple) else (given, None)
         getattr(self, f"{stage}_loss").update(loss.detach(), len(y) if weight is None else weight)
         getattr(self, f"{stage}_acc").update(logits.detach(), y)
-        return loss, logits, weight
+        return loss, logits, y, weight
+
+    def _batch_error(self, batch: Any, why: str) -> TypeError:
+        what = type(batch).__name__
+        if isinstance(batch, Mapping):
+            what += f" of {', '.join(map(str, batch))}"
+        elif isinstance(batch, (tuple, list)):
+            what += f" of {len(batch)}"
+        hook = f"{type(self).__name__}.inputs_and_target"
+        return TypeError(f"{hook} {why}; the batch is a {what}: override this method")
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == 0:
@@ -198,9 +233,15 @@ class Classifier(LightningModule):
         return {"total_steps": int(num_steps)}
 
 
+def logits_of(net: nn.Module, X: Any) -> Tensor:
+    """The logits. A Hugging Face model returns them as an attribute."""
+    found = net(**X) if isinstance(X, Mapping) else net(X)
+    return getattr(found, "logits", found)
+
+
 @cache
-def compiled_call() -> Callable[[nn.Module, Tensor], Tensor]:
-    return torch.compile(lambda net, X: net(X))  # `net.compile()` skips torch's own before 2.14
+def compiled_logits() -> Callable[[nn.Module, Any], Tensor]:
+    return torch.compile(logits_of)  # `net.compile()` skips torch's own before 2.14
 
 
 def init_weights(net: nn.Module, init: Init, zero_biases: bool) -> None:

@@ -56,8 +56,7 @@ class VectorNet(Classifier):
         self.net = nn.Linear(4, 3)
 
     def test_step(self, batch: Any, *args: Any) -> Any:
-        batch = (batch["X"], batch["y"]) if isinstance(batch, dict) else batch
-        return super().test_step(batch, 0)
+        return super().test_step(batch[:2], 0)
 
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
         return self.choose(batch[0])
@@ -67,13 +66,23 @@ def test_other_models_get_what_can_be_drawn(make_trainer: Callable, tmp_path: Pa
     rows, classes = torch.zeros(6, 4), torch.arange(6) % 3
     callback = TestPictures()
     trainer = make_trainer(callbacks=[callback])
-    dicts: Any = [{"X": row, "y": label} for row, label in zip(rows, classes)]
-    trainer.test(VectorNet(), DataLoader(dicts, 4), verbose=False)
+    trainer.test(VectorNet(), DataLoader(TensorDataset(rows, classes, rows), 4), verbose=False)
     assert list(tmp_path.iterdir()) == []
     loader = DataLoader(TensorDataset(rows, classes), 4)
     trainer.test(VectorNet(), [loader, loader], verbose=False)  # the first one's
     assert [path.name for path in tmp_path.iterdir()] == ["confusion.png"]
     assert callback.confusion is not None and callback.confusion.confmat.sum() == 6
+
+
+def test_images_of_dicts(make_trainer: Callable, tmp_path: Path) -> None:
+    class FromDict(LeNet):
+        def forward(self, X: Any) -> Any:
+            return super().forward(X["image"])
+
+    images: Any = [{"image": torch.rand(1, 28, 28), "label": i} for i in range(6)]
+    trainer = make_trainer(callbacks=[TestPictures()])
+    trainer.test(FromDict(), DataLoader(images, 4), verbose=False)
+    assert {path.name for path in tmp_path.iterdir()} == {"confusion.png", "predictions.png"}
 
 
 def test_no_picture_ends_a_run(

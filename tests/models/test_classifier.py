@@ -1,21 +1,24 @@
 """Logged values equal a computation by hand; schedulers step; a checkpoint reloads in Python."""
 
+from collections import UserDict
 from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.cli import LightningCLI
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau, StepLR
+from torch.utils.data import DataLoader, default_collate
 
-from lightning_mgpu.models import LeNet, OneCycle, ResNet18
-from lightning_mgpu.models.classifier import MeanLoss, compiled_call
+from lightning_mgpu.models import Classifier, LeNet, OneCycle, ResNet18
+from lightning_mgpu.models.classifier import MeanLoss, compiled_logits
 from lightning_mgpu.strategies import ManualAllreduceStrategy
 
 
@@ -83,6 +86,70 @@ def test_a_loss_of_ones_own(replicas: int, make_data: Callable, make_trainer: Ca
     expected = F.cross_entropy(model.eval()(X), y, OwnLoss.class_weights)
     assert float(logged[0]["val_loss"]) == pytest.approx(expected.item(), rel=1e-5)
     assert logged[0]["train_acc"] > 0 and not {"train_acc", "train_loss"} & logged[1].keys()
+
+
+class Network(nn.Module):
+    """As a Hugging Face model, it takes keyword arguments and returns an object."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(9, 4), nn.Linear(4, 3)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Any:
+        Z = self.embedding(input_ids) * attention_mask[..., None]
+        return SimpleNamespace(logits=self.head(Z.sum(1)))
+
+
+class Tokens(Classifier):
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(num_classes=3, optimizer=AdamW, **kwargs)
+        self.net = Network()
+
+
+class Pairs(Tokens):
+    def inputs_and_target(self, batch: Any) -> Any:
+        ids, mask, y = batch
+        return {"input_ids": ids, "attention_mask": mask}, y
+
+
+ROWS = [(torch.randint(9, (5,)), torch.arange(5) < 2 + i % 4, i % 3) for i in range(14)]
+
+
+def tokens(name: str, kind: Any = dict) -> DataLoader:
+    dicts: Any = [dict(zip(("input_ids", "attention_mask", name), row)) for row in ROWS]
+    return DataLoader(dicts, 4, collate_fn=lambda samples: kind(default_collate(samples)))
+
+
+@pytest.mark.parametrize("strategy", ["auto", "dp", "manual_allreduce"])
+def test_batches_that_are_dicts(strategy: str, make_trainer: Callable) -> None:
+    """Their target has one of three names; a `BatchEncoding` is a UserDict."""
+    pairs: Any = DataLoader(ROWS, 4)  # type: ignore[arg-type]
+    loaders = [pairs, *map(tokens, ("labels", "label", "target")), tokens("labels", UserDict)]
+    found = []
+    for loader in loaders:
+        torch.manual_seed(0)
+        model: Any = Pairs() if loader is pairs else Tokens()
+        options = {"manual_allreduce": {"strategy": ManualAllreduceStrategy(replicas=2)}}
+        trainer = make_trainer(**options.get(strategy, {"strategy": strategy}))
+        trainer.fit(model, loader, loader)
+        values = {**trainer.callback_metrics, **trainer.test(model, loader, verbose=False)[0]}
+        predicted = trainer.predict(model, loader)
+        labels = torch.cat([batch["label"] for batch in predicted])
+        assert labels.tolist() == [i % 3 for i in range(14)]
+        found.append([values, torch.cat([batch["probabilities"] for batch in predicted])])
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0], rtol=0, atol=0)
+
+
+def test_batches_that_are_refused(make_trainer: Callable) -> None:
+    rows: Any = DataLoader(ROWS)  # type: ignore[arg-type]
+    for options, loader, told in (
+        ({}, tokens("y"), "found no target; the batch is a dict of input_ids, attention_mask, y:"),
+        ({}, rows, r"takes X, \(X, y\) or a dict; the batch is a list of 3: override this method"),
+        ({"flip_tta": True}, tokens("label"), "model.flip_tta: only for images, not a dict"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=told):
+            make_trainer().fit(Tokens(**options), loader)
 
 
 @pytest.fixture
@@ -156,7 +223,7 @@ def test_a_channels_last_or_compiled_model_trains_the_same(
     graphs = []
     eager = partial(torch.compile, backend=lambda graph, _: graphs.append(graph) or graph.forward)
     monkeypatch.setattr(torch, "compile", eager)
-    compiled_call.cache_clear()
+    compiled_logits.cache_clear()
 
     def train(**options: bool) -> dict[str, torch.Tensor]:
         torch.manual_seed(0)
@@ -170,4 +237,4 @@ def test_a_channels_last_or_compiled_model_trains_the_same(
     assert not graphs
     torch.testing.assert_close(train(compile=True), expected)
     assert len(graphs) == 1
-    compiled_call.cache_clear()
+    compiled_logits.cache_clear()
