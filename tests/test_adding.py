@@ -15,6 +15,8 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
+import torch
+from torchmetrics.classification import MulticlassF1Score
 
 from lightning_mgpu.cli.main import main as run_command_line
 from tests.strategies.conftest import run_in_processes
@@ -61,13 +63,14 @@ def epochs(run_dir: Path) -> list[tuple[float, ...]]:
 
 def test_there_are_no_other_commands() -> None:
     others = [line for line in COMMANDS if line not in RUNS]
-    assert len(RUNS) == 5 and len(others) == 3
+    assert len(RUNS) == 5 and len(others) == 4
     assert all(
-        re.match("python -m lightning_mgpu[. ](testing|benchmark|allreduce) ", x) for x in others
+        re.match("python -m lightning_mgpu[. ](testing|benchmark|allreduce|predict) ", x)
+        for x in others
     )
 
 
-@pytest.mark.parametrize("part", ["fit --config my_model", "my_loss", "my_allreduce"])
+@pytest.mark.parametrize("part", ["fit --config my_model", "my_allreduce"])
 def test_its_command_trains(
     part: str, project: Path, main: Callable[..., int], capfd: pytest.CaptureFixture
 ) -> None:
@@ -106,6 +109,24 @@ def test_a_dataset_trains_alike_everywhere(project: Path, main: Callable) -> Non
     for name in ("ddp", "manual"):
         for row, other in zip(expected, epochs(project / name), strict=True):
             assert other == pytest.approx(row, rel=1e-4), name
+
+
+def test_a_text_model_learns_and_predicts(project: Path, main: Callable[..., int]) -> None:
+    """From dicts, on one device as with two replicas; its F1 score is that of its predictions."""
+    options = (*options_of("my_text.TextClassifier"), CPU)
+    assert main(*options, *ONE_PROCESS) == 0
+    assert main(*options, "--trainer.devices=1", "--run_dir=one") == 0
+    for name in ("runs/text", "one"):
+        path = next((project / name / "checkpoints").glob("epoch=*"))
+        assert main("predict", f"--ckpt_path={path}", CPU, f"--run_dir={name}/p") == 0
+        table = list(csv.DictReader((project / name / "p" / "predictions.csv").open()))
+        assert len(table) == 500 and {row["class"] for row in table} == {"food", "sport", "weather"}
+        found, y = (
+            torch.tensor([int(row[key]) for row in table]) for key in ("prediction", "label")
+        )
+        rows = csv.DictReader((project / name / "metrics.csv").open())
+        [f1] = [float(row["test_f1"]) for row in rows if row["test_f1"]]
+        assert f1 == pytest.approx(float(MulticlassF1Score(3)(found, y))) and f1 > 0.9
 
 
 def test_a_loss_per_token(

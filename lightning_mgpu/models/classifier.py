@@ -7,6 +7,7 @@ A model is a subclass that builds `self.net`; it never mentions devices, ranks o
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from copy import deepcopy
 from functools import cache, partial
 from math import inf
 from typing import Any, Literal
@@ -18,7 +19,7 @@ from lightning.pytorch.utilities.types import LRSchedulerTypeUnion, OptimizerLRS
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import CyclicLR, OneCycleLR
-from torchmetrics import Metric
+from torchmetrics import Metric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy
 
 Init = Literal["book", "kaiming"]  # initial weights: N(0, 0.01), or those of He et al. (2015)
@@ -111,6 +112,24 @@ class Classifier(LightningModule):
     def setup(self, stage: str) -> None:
         if self.channels_last:
             self.net.to(memory_format=torch.channels_last)
+        self._copy_metrics()
+
+    def make_metrics(self) -> MetricCollection:
+        """Metrics of your own, which get logits (N, num_classes) and labels (N,).
+
+        Each stage has copies of them. They are logged beside `acc`: `f1` as `train_f1`, `val_f1`
+        and `test_f1`.
+        """
+        return MetricCollection({})
+
+    def _copy_metrics(self) -> None:
+        if hasattr(self, "train_own_metrics"):  # in the test after `fit`
+            return
+        metrics: Any = dict(self.make_metrics().items())
+        for stage in ("train", "val", "test"):
+            # compute groups would share states that Lightning computes one by one
+            copies = MetricCollection(deepcopy(metrics), prefix=f"{stage}_", compute_groups=False)
+            setattr(self, f"{stage}_own_metrics", copies.to(self.device))
 
     def inputs_and_target(self, batch: Any) -> tuple[Any, Tensor | None]:
         """What `forward` takes, and the labels (N,), or `None` where a batch has none.
@@ -172,11 +191,13 @@ class Classifier(LightningModule):
         X, y = self.inputs_and_target(batch)  # for example (N, C, H, W), (N,)
         if y is None:
             raise self._batch_error(batch, "found no target")
+        self._copy_metrics()  # if `setup` of a subclass has not called ours
         logits = self(X)  # (N, num_classes)
         given = self.compute_loss(logits, y)
         loss, weight = given if isinstance(given, tuple) else (given, None)
         getattr(self, f"{stage}_loss").update(loss.detach(), len(y) if weight is None else weight)
-        getattr(self, f"{stage}_acc").update(logits.detach(), y)
+        for name in ("acc", "own_metrics"):
+            getattr(self, f"{stage}_{name}").update(logits.detach(), y)
         return loss, logits, y, weight
 
     def _batch_error(self, batch: Any, why: str) -> TypeError:
@@ -201,6 +222,7 @@ class Classifier(LightningModule):
     def _log(self, stage: str) -> None:
         """Log metrics that a step has updated, which Lightning computes when the epoch ends."""
         metrics = {name: getattr(self, name) for name in (f"{stage}_loss", f"{stage}_acc")}
+        metrics |= getattr(self, f"{stage}_own_metrics", {}).items()
         updated = {name: metric for name, metric in metrics.items() if metric.update_called}
         self.log_dict(updated, on_step=False, on_epoch=True)
 

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader, default_collate
+from torchmetrics import MetricCollection
+from torchmetrics.classification import MulticlassF1Score, MulticlassRecall
 
 from lightning_mgpu.models import Classifier, LeNet, OneCycle, ResNet18
 from lightning_mgpu.models.classifier import MeanLoss, compiled_logits
@@ -86,6 +88,36 @@ def test_a_loss_of_ones_own(replicas: int, make_data: Callable, make_trainer: Ca
     expected = F.cross_entropy(model.eval()(X), y, OwnLoss.class_weights)
     assert float(logged[0]["val_loss"]) == pytest.approx(expected.item(), rel=1e-5)
     assert logged[0]["train_acc"] > 0 and not {"train_acc", "train_loss"} & logged[1].keys()
+
+
+class WithMetrics(LeNet):
+    """Two metrics that share their states, if they may; its `setup` does not call ours."""
+
+    def setup(self, stage: str) -> None:
+        pass
+
+    def make_metrics(self) -> MetricCollection:
+        num = self.num_classes
+        return MetricCollection({"f1": MulticlassF1Score(num), "recall": MulticlassRecall(num)})
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [{"strategy": "dp", "devices": 2}, {}, {"strategy": ManualAllreduceStrategy(replicas=3)}],
+)
+def test_metrics_of_ones_own(strategy: Any, make_data: Callable, make_trainer: Callable) -> None:
+    """In each stage of the second epoch those of all samples."""
+    data, model = make_data(batch_size=150), WithMetrics(lr=0.0, init="kaiming")
+    trainer = make_trainer(max_epochs=2, **strategy)
+    trainer.fit(model, data)
+    logged = {**trainer.callback_metrics, **trainer.test(model, data, verbose=False)[0]}
+    for stage in ("train", "val", "test"):
+        images = getattr(data, f"{stage}_set")
+        X, y = images.read(0, torch.arange(len(images)))
+        expected = model.make_metrics()(model.net(X), y)
+        for name in ("f1", "recall"):
+            assert float(logged[f"{stage}_{name}"]) == pytest.approx(float(expected[name]))
+    assert len({f"{value:.6f}" for value in expected.values()}) == 2
 
 
 class Network(nn.Module):

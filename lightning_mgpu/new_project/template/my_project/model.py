@@ -5,6 +5,8 @@ from typing import Any
 import torch
 from lightning_mgpu.models import Classifier
 from torch import nn
+from torchmetrics import MetricCollection
+from torchmetrics.classification import MulticlassF1Score
 
 
 class MyModel(Classifier):
@@ -29,3 +31,7 @@ class MyModel(Classifier):
             nn.Flatten(),  # (N, 50 width)
             nn.Linear(50 * width, num_classes),  # (N, num_classes)
         )
+
+    def make_metrics(self) -> MetricCollection:
+        """Logged beside the loss and the accuracy: `val_f1` can be `--checkpoint.monitor`."""
+        return MetricCollection({"f1": MulticlassF1Score(self.num_classes)})
