@@ -2,7 +2,7 @@
 
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
@@ -32,6 +32,10 @@ class RunOutput(Checkpoint):
     curve: bool = True
     pictures: bool = True
     test: bool = True
+    # scripts read these of every `Checkpoint` of a Trainer; it saves none
+    best_model_path: ClassVar[str] = ""
+    last_model_path: ClassVar[str] = ""
+    best_model_score: ClassVar[None] = None
 
     def __post_init__(self) -> None:
         self.notes: dict[str, str] = {}  # more lines of the header, label -> text

@@ -114,6 +114,8 @@ def test_the_best_epoch_is_marked_at_the_end(
         short = {"limit_train_batches": 1, "max_epochs": 3}
         run = trainer(BestCheckpoint(monitor), RunOutput(), **short)
         run.fit(BestInTheSecond(), make_data())
+        paths = [callback.best_model_path for callback in run.checkpoint_callbacks]
+        assert Path(paths[0]).is_file() and paths[1:] == [""]
         legends = [axes.get_legend_handles_labels()[1] for f in figures for axes in f.axes[:1]]
         assert [[each for each in legend if "best" in each] for legend in legends] == marks
 
