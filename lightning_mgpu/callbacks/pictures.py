@@ -5,6 +5,7 @@ from contextlib import suppress
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from lightning.pytorch import Callback, LightningModule, Trainer
 from matplotlib.figure import Figure
 from torch import Tensor
@@ -21,8 +22,8 @@ class TestPictures(Callback):
     """Draws a confusion matrix (`confusion.png`) and test images, mistakes first.
 
     Needs batches (X, y), or those of a `Classifier`, with labels y (N,), where -100 is ignored,
-    and a `test_step` that returns a dict with `logits` (N, C). Images X (N, 1 or 3, H, W) of the
-    first process are drawn; in a dict, X is the first entry.
+    and a `test_step` that returns a dict with `logits` (N, C); one logit is two classes. Images X
+    (N, 1 or 3, H, W) of the first process are drawn; in a dict, X is the first entry.
     """
 
     confusion: Matrix | None = None
@@ -37,8 +38,11 @@ class TestPictures(Callback):
         match outputs, batch, sum(at[1:]):  # of the first loader
             case {"logits": Tensor(ndim=2) as logits}, [inputs, Tensor(ndim=1) as y], 0:
                 X = next(iter(inputs.values())) if isinstance(inputs, Mapping) else inputs
+                logits, y = as_classes(logits, y)
             case _:
                 return  # another kind of model
+        if y.is_floating_point():
+            return  # no classes
         self.names = names = label_names(trainer, logits.shape[1])
         with errors_as_warnings("confusion.png"):
             if at[0] == 0 and len(names) <= MAX_CLASSES:
@@ -74,6 +78,13 @@ class TestPictures(Callback):
                 figure.suptitle(title)
                 save_picture(trainer, figure, "predictions.png")
         self.images = None
+
+
+def as_classes(logits: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """One logit with labels 0 and 1, as for `BCEWithLogitsLoss`, is two classes."""
+    if logits.shape[1] == 1 and ((y == 0) | (y == 1)).all():
+        return F.pad(logits, (1, 0)), y.long()
+    return logits, y
 
 
 def smallest_keys(*samples: list[Tensor] | None) -> list[Tensor]:

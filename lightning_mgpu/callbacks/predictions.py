@@ -35,7 +35,7 @@ class PredictionWriter(BasePredictionWriter):
         if None in tables:
             rank_zero_warn(
                 "predictions.csv is not written: it needs one DataLoader with a batch_size and "
-                f"a {type(pl_module).__name__}.predict_step that returns a row per sample"
+                f"a {type(pl_module).__name__}.predict_step that returns rows (N,) or (N, C)"
             )
         elif trainer.is_global_zero and not trainer.fast_dev_run:
             rows = {row[0]: row for table in tables if table for row in zip(*table.values())}
@@ -67,6 +67,8 @@ def make_table(trainer: Any, predictions: Any, batch_indices: Any) -> dict[str, 
         classes = dict(enumerate(getattr(trainer.datamodule, "classes", ())))
         for key in batches[0]:
             values = torch.cat([batch[key].cpu() for batch in batches])
+            if values.ndim > 2:
+                return None  # as masks are, of which a cell would hold all numbers as text
             names, columns = [key], [values.tolist()]
             if values.ndim == 2:
                 prefix, digits = ("p", ".6g") if key == "probabilities" else (key, "")

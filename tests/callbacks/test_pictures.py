@@ -74,6 +74,26 @@ def test_other_models_get_what_can_be_drawn(make_trainer: Callable, tmp_path: Pa
     assert callback.confusion is not None and callback.confusion.confmat.sum() == 6
 
 
+class OneLogit(VectorNet):
+    def test_step(self, batch: Any, *args: Any) -> Any:
+        return {"logits": batch[0][:, :1]}
+
+
+def test_one_logit_is_two_classes(
+    make_trainer: Callable, tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    """With labels 0.0 and 1.0, as for binary cross-entropy. Other numbers are no classes."""
+    X, callback = torch.tensor([[-1.0], [-2.0], [3.0], [4.0], [5.0]]), TestPictures()
+    loader = DataLoader(TensorDataset(X, torch.tensor([0.0, 1, 1, 1, 0])), 3)
+    make_trainer(callbacks=[callback]).test(OneLogit(), loader, verbose=False)
+    assert callback.confusion is not None
+    assert callback.confusion.compute().tolist() == [[1, 1], [1, 2]]
+    (tmp_path / "confusion.png").unlink()
+    make_trainer(callbacks=[TestPictures()]).test(OneLogit(), DataLoader(TensorDataset(X, X[:, 0])))
+    assert not list(tmp_path.iterdir())
+    assert not [each for each in recwarn if "is not right" in str(each.message)]
+
+
 def test_images_of_dicts(make_trainer: Callable, tmp_path: Path) -> None:
     class FromDict(LeNet):
         def forward(self, X: Any) -> Any:
@@ -220,8 +240,8 @@ def test_tensors_of_any_loader_in_dataset_order(make_trainer: Callable, tmp_path
         trainer.predict(model, DataLoader(samples, 5, shuffle=wanted is flat))
         assert (tmp_path / "predictions.csv").read_text().splitlines() == wanted
     (tmp_path / "predictions.csv").unlink()
-    model.choose = lambda X: {"label": X[::2]}
     told = r"predictions\.csv is not written: .* and a VectorNet\.predict_step that"
-    with pytest.warns(UserWarning, match=told):
-        trainer.predict(model, DataLoader(samples, 5))
+    for model.choose in (lambda X: {"label": X[::2]}, lambda X: X[:, None].repeat(1, 3, 1)):
+        with pytest.warns(UserWarning, match=told):
+            trainer.predict(model, DataLoader(samples, 5))
     assert not list(tmp_path.iterdir())
