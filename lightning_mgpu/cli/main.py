@@ -6,6 +6,7 @@ import pkgutil
 import re
 import sys
 import warnings
+from typing import Any
 
 from lightning_mgpu.cli.help import TOOLS, TRAINER_SUBCOMMANDS, short_help, subcommands
 from lightning_mgpu.tools import UsageError
@@ -32,8 +33,8 @@ INFO = re.compile(
 )
 
 
-def main() -> None:
-    """Run the command line in `sys.argv`."""
+def main(cli: Any = None) -> None:
+    """Run the command line in `sys.argv`, if given by a subclass `cli` of `TrainingCLI`."""
     args = sys.argv[1:]
     if text := short_help(args):
         print(text, end="")
@@ -51,7 +52,7 @@ def main() -> None:
         if subcommand not in subcommands():
             raise UsageError(f"no subcommand {subcommand!r}: take {', '.join(subcommands())}")
         if subcommand in TRAINER_SUBCOMMANDS:
-            run_trainer(subcommand, others)
+            run_trainer(subcommand, others, cli)
         else:
             pkgutil.resolve_name(TOOLS[subcommand])(others)
 

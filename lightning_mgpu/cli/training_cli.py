@@ -39,10 +39,12 @@ from lightning_mgpu.seeds import seed_generators
 from lightning_mgpu.tools import UsageError, command, last_part
 
 
-def run_trainer(subcommand: str, args: list[str]) -> None:
+def run_trainer(
+    subcommand: str, args: list[str], cli_class: "type[TrainingCLI] | None" = None
+) -> None:
     """Run a method of the Trainer with the options of a command line."""
     options = read_options(subcommand, args)
-    cli = TrainingCLI(subcommand, options)  # parses
+    cli = (cli_class or TrainingCLI)(subcommand, options)  # parses
     if options.run_dir:  # the processes that `ddp` starts must not choose another run
         sys.argv[1:] = [subcommand, *args, f"--resume={options.run_dir}"]
     cli.build(f"{command()} {shlex.join([subcommand, *args])}")
