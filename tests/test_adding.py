@@ -7,10 +7,12 @@ tried by their own tests.
 import csv
 import os
 import re
+import runpy
 import shlex
 import sys
 from collections.abc import Callable
 from contextlib import redirect_stdout
+from functools import partial
 from io import StringIO
 from pathlib import Path
 
@@ -19,6 +21,7 @@ import torch
 from torchmetrics.classification import MulticlassF1Score
 
 from lightning_mgpu.cli.main import main as run_command_line
+from tests import conftest
 from tests.strategies.conftest import run_in_processes
 
 pytestmark = pytest.mark.slow
@@ -48,6 +51,19 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+SEVEN = """
+from lightning_mgpu.data import FashionMNIST
+
+class Seven(FashionMNIST):
+    num_classes = 7
+
+    def setup(self, stage):
+        super().setup(stage)
+        for each in (self.train_set, self.val_set, self.test_set):
+            each.labels %= 7
+"""
+
+
 def options_of(part: str) -> list[str]:
     """The arguments of the one `fit` that names a file of the page."""
     [line] = [line for line in RUNS if part in line]
@@ -70,7 +86,7 @@ def test_there_are_no_other_commands() -> None:
     )
 
 
-@pytest.mark.parametrize("part", ["fit --config my_model", "my_allreduce"])
+@pytest.mark.parametrize("part", ["my_model.MLP --model.hidden=64", "my_allreduce"])
 def test_its_command_trains(
     part: str, project: Path, main: Callable[..., int], capfd: pytest.CaptureFixture
 ) -> None:
@@ -127,6 +143,17 @@ def test_a_text_model_learns_and_predicts(project: Path, main: Callable[..., int
         rows = csv.DictReader((project / name / "metrics.csv").open())
         [f1] = [float(row["test_f1"]) for row in rows if row["test_f1"]]
         assert f1 == pytest.approx(float(MulticlassF1Score(3)(found, y))) and f1 > 0.9
+
+
+def test_a_link_between_data_and_model(
+    project: Path, main: Callable[..., int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = runpy.run_path(str(project / "my_cli.py"))
+    monkeypatch.setattr(conftest, "run_command_line", partial(own["main"], cli=own["MyCLI"]))
+    (project / "my_seven.py").write_text(SEVEN)  # ten are the default
+    assert main("fit", "--data=my_seven.Seven", *SHORT, *LIMITS, "--run_dir=a") == 0
+    assert main("fit", "--resume=a", "--trainer.max_epochs=2") == 0
+    assert torch.load("a/checkpoints/last.ckpt")["state_dict"]["net.9.bias"].shape == (7,)
 
 
 def test_a_loss_per_token(
