@@ -22,6 +22,7 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 import optuna
+from numpy import ravel
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 from optuna.samplers import RandomSampler, TPESampler
 from optuna.trial import TrialState
@@ -183,9 +184,16 @@ class Sweep:
             table += f"| {name(trial)} | {' | '.join(texts)} |\n"
         with replacing(self.dir / "sweep.md") as part:
             part.write_text(table)
-        if self.space:
+        if self.space and ended and (best := ended[0]).value is not None:
             with replacing(self.dir / "sweep.png") as part:
-                plot_slice(study, list(self.space), target_name=self.metric)
+                told = f"{self.metric}, {self.direction}d over epochs"
+                panels: Any = plot_slice(study, list(self.space), target_name=told)
+                for axes in ravel(panels):
+                    dots = axes.collections[0].get_offsets()  # a category has a place there, too
+                    axes.set_title("")
+                    axes.plot(*dots[(sign * dots[:, 1]).argmin()], "r*", markersize=16)
+                title = f"{self.dir.name}, {len(ended)} trials. The best, {name(best)}, is red"
+                plt.gcf().suptitle(f"{title}: {self.metric} {best.value:.4g}", y=0.98)
                 plt.savefig(part, dpi=110, bbox_inches="tight")
                 plt.close()
         return table

@@ -105,8 +105,13 @@ def test_two_terminals_share_the_trials(fits: Fits, sweep: Callable[..., int]) -
     assert len(set(fits.rates)) == 12 == len(table(Path("sweeps/rates")))
 
 
-def test_ctrl_c_more_trials_and_failures(fits: Fits, sweep: Callable, capsys: Any) -> None:
+def test_ctrl_c_more_trials_and_failures(
+    fits: Fits, sweep: Callable, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write([0.1, 0.2, 0.3, 0.7], metric={"name": "val_loss", "goal": "maximize"})
+    stars: list[float] = []  # where the picture marks the best trial
+    note = lambda: stars.append(cli.plt.gcf().axes[0].lines[-1].get_ydata()[0])  # noqa: E731
+    monkeypatch.setattr(cli.plt, "close", note)
 
     def interrupt() -> None:
         fits.before = lambda: None
@@ -116,6 +121,7 @@ def test_ctrl_c_more_trials_and_failures(fits: Fits, sweep: Callable, capsys: An
     assert sweep("--count=2") == 130 and fits.rates == []
     assert sweep("--count=2") == sweep("--count=1") == 0 and fits.rates == ["0.1", "0.2"]
     assert sweep() == 0 and fits.rates == ["0.1", "0.2", "0.3", "0.7"]
+    assert stars[-1] == 1.3
     best = [("trial_002", "1.3"), ("trial_000", "1.1")]
     assert table(Path("sweeps/rates")) == [*best, ("trial_001", "None"), ("trial_003", "None")]
     out = capsys.readouterr().out
