@@ -17,6 +17,7 @@ SHORTER = {
     "steps=96 // k": "steps=4 // k",
     '"steps": 5': '"steps": 2',
     "range(80)": "range(8)",
+    "2560 // batch_size": "256 // batch_size",
     "trace(find_allreduce(function), 16, numel)": "trace(find_allreduce(function), 4, numel)",
 }
 
