@@ -33,7 +33,7 @@ class TestPictures(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, *at: int
     ) -> None:
         read: Any = getattr(pl_module, "inputs_and_target", lambda batch: batch)
-        with suppress(TypeError):  # a `test_step` that overrides ours may read other batches
+        with suppress(ValueError):  # a `test_step` that overrides ours may read other batches
             batch = read(batch)
         match outputs, batch, sum(at[1:]):  # of the first loader
             case {"logits": Tensor(ndim=2) as logits}, [inputs, Tensor(ndim=1) as y], 0:

@@ -9,6 +9,7 @@ A model is a subclass that builds `self.net`; it never mentions devices, ranks o
 from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 from functools import cache, partial
+from inspect import signature
 from math import inf
 from typing import Any, Literal
 
@@ -139,7 +140,7 @@ class Classifier(LightningModule):
         batch, override this method: all steps, and the pictures of a test, read batches by it.
 
         Raises:
-            TypeError: If the batch is none of these.
+            ValueError: If the batch is none of these.
         """
         if isinstance(batch, Mapping):  # a `BatchEncoding` is not a dict
             inputs = dict(batch)
@@ -151,8 +152,15 @@ class Classifier(LightningModule):
         raise self._batch_error(batch, "takes X, (X, y) or a dict")
 
     def forward(self, X: Any) -> Tensor:
-        if isinstance(X, Mapping) and (self.channels_last or self.flip_tta):
-            raise ValueError("model.channels_last and model.flip_tta: only for images, not a dict")
+        if isinstance(X, Mapping):
+            if self.channels_last or self.flip_tta:
+                raise ValueError("model.channels_last, model.flip_tta: for images, not for a dict")
+            try:
+                signature(self.net.forward).bind(**X)
+            except TypeError as error:
+                raise self._batch_error(
+                    X, f"gives self.net what it does not take: {error}"
+                ) from error
         if self.channels_last:
             X = X.contiguous(memory_format=torch.channels_last)
         compute = compiled_logits() if self.training and self.compiles else logits_of
@@ -200,14 +208,14 @@ class Classifier(LightningModule):
             getattr(self, f"{stage}_{name}").update(logits.detach(), y)
         return loss, logits, y, weight
 
-    def _batch_error(self, batch: Any, why: str) -> TypeError:
+    def _batch_error(self, batch: Any, why: str) -> ValueError:
         what = type(batch).__name__
         if isinstance(batch, Mapping):
             what += f" of {', '.join(map(str, batch))}"
         elif isinstance(batch, (tuple, list)):
             what += f" of {len(batch)}"
         hook = f"{type(self).__name__}.inputs_and_target"
-        return TypeError(f"{hook} {why}; the batch is a {what}: override this method")
+        return ValueError(f"{hook} {why}; the batch is a {what}: override this method")
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == 0:
