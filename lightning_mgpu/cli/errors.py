@@ -84,6 +84,14 @@ def is_mistake(error: BaseException) -> bool:
     return is_refused and isinstance(error, (ValueError, RuntimeError))
 
 
+def is_restoring(error: BaseException) -> bool:
+    """Whether a checkpoint's content has raised it: where Lightning puts it into the objects."""
+    frames = traceback.extract_tb(error.__traceback__)
+    places = [frame.name for frame in frames if "checkpoint_connector" in frame.filename]
+    mistakes = (AttributeError, LookupError, TypeError, ValueError)
+    return isinstance(error, mistakes) and any(re.match("_?re(store|sume)", x) for x in places)
+
+
 def last_frame(error: BaseException) -> tuple[Path, str]:
     """The file and the line where an exception was raised."""
     frames = traceback.extract_tb(error.__traceback__)

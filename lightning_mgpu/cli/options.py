@@ -16,7 +16,12 @@ from typing import Any
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_mgpu.cli.strategy_names import full_path, strategy_config
-from lightning_mgpu.cli.yaml_files import find_config, read_config, read_default_config
+from lightning_mgpu.cli.yaml_files import (
+    find_config,
+    read_config,
+    read_default_config,
+    read_run_config,
+)
 from lightning_mgpu.runs.checkpoints import read_checkpoint
 from lightning_mgpu.runs.directory import CONFIG, config_beside, find_run, flatten, read_run_json
 from lightning_mgpu.tools import UsageError, last_part
@@ -55,7 +60,7 @@ def read_options(subcommand: str, args: Sequence[str]) -> Options:
         raise UsageError("--resume: only `fit` can go on with a run")
     if resumed:
         run_dir = find_run(resumed[-1])
-        base = read_config(str(run_dir / CONFIG))
+        base = read_run_config(run_dir / CONFIG)
         base.setdefault("weights", read_run_json(run_dir).get("weights"))
     else:
         path = ckpt_path or given.get("weights")
@@ -99,11 +104,15 @@ def options_by_name(args: Sequence[str]) -> dict[str, Any]:
 
 def config_of(ckpt_path: str, given: dict[str, Any]) -> dict[str, Any]:
     """Model, data and seed of the run that a checkpoint belongs to."""
-    read_checkpoint(ckpt_path, bare=bool(given.get("weights")))
+    checkpoint = read_checkpoint(ckpt_path, bare=bool(given.get("weights")))
+    if given.get("ckpt_path") and "pytorch-lightning_version" not in checkpoint:
+        raise UsageError(f"--ckpt_path={ckpt_path}: a Trainer has not written it")
+    if not isinstance(checkpoint["state_dict"], dict):
+        raise UsageError(f"{ckpt_path}: its state_dict has no weights by their names")
     path = config_beside(ckpt_path)
     if path is None and "model" not in given:
         raise UsageError(f"{ckpt_path} is in no run directory: give --config=FILE, or --model")
-    config = read_config(str(path)) if path else {}
+    config = read_run_config(path) if path else {}
     return {key: config[key] for key in ("seed_everything", "model", "data") if key in config}
 
 

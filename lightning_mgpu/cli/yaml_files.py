@@ -41,11 +41,20 @@ def read_config(name: str) -> dict[str, Any]:
     try:
         text = name if name.startswith("{") else find_config(name).read_text(encoding="utf-8")
         content = load_yaml(text)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise UsageError(f"{name} cannot be read as YAML: {error}") from error
     if not isinstance(content, dict):
         raise UsageError(f"{name}: it needs options by name, such as 'trainer: {{devices: 2}}'")
     return content
+
+
+def read_run_config(path: Path) -> dict[str, Any]:
+    """The `config.yaml` of a run, which has a class for model and data."""
+    config = read_config(str(path))
+    for key in ("model", "data"):
+        if not isinstance(config.get(key), dict) or "class_path" not in config[key]:
+            raise UsageError(f"{path} has no class_path of {key}: it is cut short, or of no run")
+    return config
 
 
 def load_yaml(text: str) -> Any:
@@ -57,6 +66,8 @@ def load_yaml(text: str) -> Any:
     nodes, num_values = [yaml.compose(text, Loader=LOADER)], 0
     while nodes:
         node = nodes.pop()
+        if isinstance(node, yaml.ScalarNode) and "\0" in node.value:
+            raise yaml.YAMLError(f"line {node.start_mark.line + 1} has a NUL in a text")
         values = node.value if isinstance(node, yaml.CollectionNode) else []
         if isinstance(node, yaml.MappingNode):
             refuse_twice(node)

@@ -58,8 +58,12 @@ def lock_run_dir(run_dir: Path) -> int:
 
 def read_run_json(run_dir: Path) -> dict[str, Any]:
     """What `run.json` says; empty where there is none, or a broken one."""
-    with contextlib.suppress(OSError, ValueError):
-        return dict(json.loads((run_dir / RUN_JSON).read_text(encoding="utf-8")))
+    kinds = {"command": str, "begin": str, "options": dict, "metrics": dict}
+    with contextlib.suppress(OSError, ValueError, AttributeError, TypeError, RecursionError):
+        content = json.loads((run_dir / RUN_JSON).read_text(encoding="utf-8"))
+        values = content | (content.get("end") or {})
+        if all(isinstance(values.get(name) or kind(), kind) for name, kind in kinds.items()):
+            return dict(content)
     return {}
 
 

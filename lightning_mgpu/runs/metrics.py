@@ -11,7 +11,7 @@ from typing import Any
 from lightning.pytorch.loggers.logger import DummyExperiment, DummyLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-from lightning_mgpu.tools import replacing
+from lightning_mgpu.tools import UsageError, replacing
 
 FILE = "metrics.csv"
 STAGE_AND_METRIC = re.compile(r"(train|val)(?:ing|id|idation)?[/_.](.+)")  # `train/loss`, `val_f1`
@@ -42,9 +42,12 @@ class MetricsFile(NoLogger):
         self.run_dir = run_dir
         self.columns: list[str] = []
         if num_steps is not None:
-            rows = [row for row in read_rows(run_dir) if None not in row.values()]  # not torn
+            rows = [row for row in read_rows(run_dir) if None not in {*row, *row.values()}]  # torn
             self.columns = sorted({name for row in rows for name in row})
-            self.rewrite(row for row in rows if int(row["step"] or num_steps) < num_steps)
+            try:
+                self.rewrite([row for row in rows if int(row["step"] or num_steps) < num_steps])
+            except (KeyError, ValueError) as error:
+                raise UsageError(f"{run_dir / FILE} has no steps: move it away") from error
 
     @property
     def save_dir(self) -> str:
@@ -69,9 +72,13 @@ class MetricsFile(NoLogger):
 
 def read_rows(run_dir: Path) -> list[dict[str, str]]:
     """The rows of a run's `metrics.csv`; none if there is no file."""
-    with suppress(FileNotFoundError), (run_dir / FILE).open(newline="", encoding="utf-8") as file:
-        return [*csv.DictReader(file)]
-    return []
+    try:
+        with (run_dir / FILE).open(newline="", encoding="utf-8") as file:
+            return [*csv.DictReader(file)]
+    except FileNotFoundError:
+        return []
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise UsageError(f"{run_dir / FILE} is not a CSV file: {error}; move it away") from error
 
 
 def read_values(run_dir: Path) -> Iterator[tuple[int, str, float]]:

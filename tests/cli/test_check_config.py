@@ -123,7 +123,8 @@ def test_a_strangers_run_directory(
     config = {"seed_everything": 1, "model": model, "data": data}
     (here / "a" / "config.yaml").write_text(json.dumps(config))
     (here / "a" / "run.json").write_text("{}")
-    torch.save({"state_dict": {}}, here / "a" / "checkpoints" / "a.ckpt")
+    content = {"state_dict": {}, "pytorch-lightning_version": "2.6.0"}
+    torch.save(content, here / "a" / "checkpoints" / "a.ckpt")
     assert main(*line.split()) == 2
     assert "optimizer=os.system: a class_path that is not a class" in capfd.readouterr().err
     assert not (here / "called").exists()

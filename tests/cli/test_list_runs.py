@@ -89,3 +89,9 @@ def test_chosen_columns_and_other_commands(
     assert [row[0] for row in table(names, "--sort=model")][1] == "tested"
     assert main("runs", "--sort=val_ac") == 2
     assert "no run has a column val_ac: see `runs --csv`" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["[1]", '{"end": "x"}', '{"end": {"metrics": [3]}}', "{", "\xff"])
+def test_a_record_that_is_not_one(text: str, runs: Path, main: Callable[..., int]) -> None:
+    (runs / "killed" / "run.json").write_text(text, encoding="latin-1")
+    assert main("runs", str(runs)) == 0

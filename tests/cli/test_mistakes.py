@@ -53,12 +53,21 @@ MISTAKES = {  # a command line, and what its lines must say
     "--trainer.strategy.allreduce=math.fsum": ("allreduce math.fsum raised ValueError",),
     f"test {SMALL} --ckpt_path=other.ckpt --model=LeNet": ("Error(s) in loading state_dict for",),
     "export --ckpt_path=nope.ckpt --output=x.pt2": ("nope.ckpt",),
+    "fit --resume=cut": ("config.yaml has no class_path of data: it is cut short, or of no run",),
+    "fit --config=nul.yaml": ("line 1 has a NUL in a text",),
+    "fit --config=digits.yaml": ("digits.yaml cannot be read as YAML",),
+    "runs cut": ("metrics.csv is not a CSV file", "move it away"),
     "runs nowhere": ("nowhere: no run is in it",),
 }
 FILES = {
     "used/a_file": "",
     "broken.yaml": "trainer: [1, {\n",
     "number.yaml": "wandb: {name: 77950e8}\n",
+    "cut/config.yaml": "model: {class_path: LeNet}\ndata:\n",
+    "cut/run.json": "[1]",
+    "cut/metrics.csv": "step\n\xff\n",
+    "nul.yaml": 'run_dir: "a\\0b"\n',
+    "digits.yaml": f"trainer: {{max_epochs: {'9' * 5000}}}\n",
     "twice.yaml": "trainer: {max_epochs: 1}\nmodel: {}\ntrainer: {devices: 1}\n",
     "bomb.yaml": "a0: &0 [1]\n"
     + "".join(f"a{i + 1}: &{i + 1} [{', '.join(9 * [f'*{i}'])}]\n" for i in range(9)),
@@ -73,9 +82,9 @@ FILES = {
 @pytest.fixture
 def here(tmp_path: Path) -> Path:
     """The working directory, with files to give to the command line."""
-    (tmp_path / "used").mkdir()
     for name, content in FILES.items():
-        (tmp_path / name).write_text(content)
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(content, encoding="latin-1")
     content = {"state_dict": {"weight": torch.zeros(3000)}, "pytorch-lightning_version": "2.6.0"}
     torch.save(content, tmp_path / "torn.ckpt")
     shutil.copy(tmp_path / "torn.ckpt", tmp_path / "other.ckpt")
