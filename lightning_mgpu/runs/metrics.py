@@ -27,6 +27,9 @@ class NoExperiment(DummyExperiment):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self
 
+    def __iter__(self) -> Iterator[Any]:  # else items without an end
+        return iter(())
+
 
 class NoLogger(DummyLogger):
     def __init__(self) -> None:

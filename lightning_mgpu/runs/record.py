@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 import yaml
+from lightning.fabric.loggers import logger as fabric_logger
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.loggers import WandbLogger
+from lightning.pytorch.loggers import Logger, WandbLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 from torch.nn.parameter import is_lazy
@@ -32,7 +33,7 @@ from lightning_mgpu.runs.directory import (
     lock_run_dir,
     read_run_json,
 )
-from lightning_mgpu.runs.metrics import MetricsFile, summarize
+from lightning_mgpu.runs.metrics import MetricsFile, NoExperiment, summarize
 from lightning_mgpu.runs.wandb_run import WandbOptions, start_run
 from lightning_mgpu.tools import replacing
 
@@ -61,29 +62,43 @@ class RunRecord(Callback):
         for callback in trainer.checkpoint_callbacks:
             if isinstance(callback, ModelCheckpoint):  # else in the first logger's directory
                 callback.dirpath = callback.dirpath or str(self.run_dir / "checkpoints")
+        run_id = self.begin_files(trainer) if self.lock is not None else None
         if self.wandb_options is not None:
-            loggers = [*trainer.loggers, MetricsFile(self.run_dir, self.num_steps)]
-            # only the first process has the experiment of another one
-            trainer.loggers = loggers if trainer.is_global_zero else loggers[::-1]
-        if self.lock is None:
-            return
+            self.add_loggers(trainer, self.wandb_options, run_id)
+
+    def begin_files(self, trainer: Trainer) -> str | None:
+        """Write `config.yaml` and `run.json`; returns the W&B run of a resumed run."""
         if not (before := read_run_json(self.run_dir)):  # of a resumed run
             self.write_config()  # the first file, without which no command goes on
-        run_id = before.get("wandb_id")
+        run_id: str | None = before.get("wandb_id")
         self.content["options"] = {**before.get("options", {}), **self.content["options"]}
         versions = {name: version(name) for name in ("torch", "lightning", "torchmetrics")}
         used = describe_devices(devices(trainer))
         self.content |= {"begin": str(datetime.now(UTC)), "devices": used, "versions": versions}
         self.write(end=None, wandb_id=run_id)
-        if any(isinstance(logger, WandbLogger) for logger in trainer.loggers):
+        return run_id
+
+    def add_loggers(self, trainer: Trainer, options: WandbOptions, run_id: str | None) -> None:
+        """Add W&B's and `metrics.csv` to the user's loggers: the same in every process."""
+        # for processes above the first, as Lightning's fails for `experiment.config.update()`
+        fabric_logger._DummyExperiment = NoExperiment  # type: ignore[misc]
+        added: list[Logger] = [MetricsFile(self.run_dir, self.num_steps)]
+        if any(isinstance(each, WandbLogger) for each in trainer.loggers):
             self.notes["wandb"] = "by --trainer.logger; --wandb.* does not count"
-        elif self.wandb_options is not None:
-            config = flatten(yaml.safe_load(self.config))
-            logger, where = start_run(self.wandb_options, self.run_dir, run_id, config)
-            self.notes["wandb"] = where.replace(str(self.run_dir), self.notes["run"])
-            if logger is not None:
-                self.write(wandb_id=logger.experiment.id)
-                trainer.loggers.insert(-1, logger)
+        else:
+            started = self.start_wandb(options, run_id) if self.lock is not None else None
+            started = trainer.strategy.broadcast(started)  # without its experiment
+            added = [*filter(None, [started]), *added]
+        trainer.loggers = [*trainer.loggers, *added]
+
+    def start_wandb(self, options: WandbOptions, run_id: str | None) -> WandbLogger | None:
+        """Start the job's W&B run, in the first process."""
+        config = flatten(yaml.safe_load(self.config))
+        logger, where = start_run(options, self.run_dir, run_id, config)
+        self.notes["wandb"] = where.replace(str(self.run_dir), self.notes["run"])
+        if logger is not None:
+            self.write(wandb_id=logger.experiment.id)
+        return logger
 
     def begin(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Where nothing is refused any more, and weights are on their device."""

@@ -87,12 +87,15 @@ def test_what_wandb_gets(fit: Callable[..., int], capfd: Any, init: MagicMock) -
 
 
 LOGS = """
+import os
 from lightning_mgpu.models import LeNet
 
 class Logs(LeNet):
     def on_test_epoch_end(self):
         super().on_test_epoch_end()
+        os.write(1, " ".join(["", *(type(each).__name__ for each in self.loggers), "\\n"]).encode())
         self.logger.experiment.log({"mine": 3})
+        self.logger.experiment.config.update(dict(self.logger.experiment.config))
         self.logger.log_metrics({"own": 1.0})
 """
 
@@ -116,20 +119,21 @@ def test_the_lines_of_everybodys_pages(
 def test_the_options_of_the_pages_with_two_processes(
     command: Any, own: Path, capfd: Any, root: Path
 ) -> None:
-    """What only one process has, such as a W&B run, is asked of no other."""
+    """Both have the same loggers, though only one has a W&B run."""
     (own / "own_logs.py").write_text(LOGS)
     few = [f"--trainer.limit_{stage}_batches=2" for stage in ("train", "val", "test")]
     line = (
         *("--trainer.accelerator=cpu", "--trainer.devices=2", *few, ONE, "--run_dir=a"),
         *("--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.monitor=val_acc"),
         *("--trainer.callbacks+=LearningRateFinder", "--trainer.callbacks.num_training_steps=4"),
-        *("--trainer.logger=WandbLogger", "--trainer.logger.offline=true"),
         *("--model=own_logs.Logs", "--model.optimizer=Adam", "--model.lr_scheduler=OneCycle"),
         *("--checkpoint.every_n_train_steps=1", "--checkpoint.monitor=null"),
         *("--data.source=synthetic", "--trainer.strategy=manual_allreduce"),
+        "--wandb.mode=offline",
     )
-    code, _, err = command("fit", *line)
+    code, out, err = command("fit", *line)
     assert code == 0 and "Traceback" not in err, err
+    assert out.count(" WandbLogger MetricsFile \n") == 2
 
 
 def test_where_wandb_records(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
