@@ -57,7 +57,10 @@ def wait(meeting: Any, late: Callable[[], Sequence[int]]) -> None:
                 raise ProcessEnded(f"process {process} {ENDED}")
         if missing and now > start + timeout:
             who = " or ".join(map(str, missing))
-            raise ProcessEnded(f"waited {timeout:.0f} s (`timeout`) for process {who}. {CAUSES}.")
+            first = min({*range(strategy.world_size)} - {*missing})
+            if strategy.global_rank != first:  # it says so
+                raise ProcessEnded(f"process {first} {ENDED}")
+            raise ProcessEnded(f"waited {timeout:.0f} s (`timeout`) for process {who}. {CAUSES}")
 
 
 def handle_signals(trainer: Any) -> None:
