@@ -61,12 +61,13 @@ def one_line_errors(show_traceback: bool) -> Iterator[None]:
         lines = [line for line in lines if line.strip()] or ["no reason given"]
         if missing := MISSING_EXTRA.search(str(error)):
             lines = [f"{missing[0]}: pip install {missing[1]}"]
-        text = "\n".join(line[:300] for line in lines[:6])
+        text = "\n".join(line[:500] for line in lines[:6])
         rank = getattr(rank_zero_only, "rank", 0)
+        is_reason = not isinstance(error, ProcessEnded) or text.startswith("waited")
         if rank > 0:
             time.sleep(1)  # the first process, if it ends by the same, ends this one meanwhile
             text = f"[process {rank}] {text}"
-        if rank == 0 or not isinstance(error, ProcessEnded):
+        if rank == 0 or is_reason:
             print(f"error: {text} ({TRACEBACK_FLAG} shows where)", file=sys.stderr, flush=True)
         sys.exit(2)
 

@@ -212,13 +212,16 @@ def test_untrained_weights_are_told(main: Callable, root: Path) -> None:
         assert main("test", *one) == 0
 
 
-def test_a_process_that_only_waited_says_nothing(
+def test_a_process_that_has_no_reason_says_nothing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     monkeypatch.setattr(rank_zero_only, "rank", 1)
     monkeypatch.setattr("time.sleep", lambda seconds: None)
     cli: Any = SimpleNamespace(method="test")
-    for error in (ProcessEnded("process 0 has ended"), UsageError("a mistake")):
+    late = ProcessEnded("waited 12 s (`timeout`) for process 0")
+    for error in (ProcessEnded("process 0 has ended"), late, UsageError("a mistake")):
         with pytest.raises(SystemExit, match="2"), one_line_errors(False):
             raise TrainingCLI.describe_end(cli, error)
-    assert capsys.readouterr().err == "error: [process 1] a mistake (--traceback shows where)\n"
+    late_line, mistake = capsys.readouterr().err.splitlines()
+    assert late_line.startswith("error: [process 1] waited 12 s (`timeout`) for process 0; start")
+    assert mistake == "error: [process 1] a mistake (--traceback shows where)"
