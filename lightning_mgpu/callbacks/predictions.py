@@ -29,9 +29,7 @@ class PredictionWriter(BasePredictionWriter):
     def write_on_epoch_end(
         self, trainer: Any, pl_module: LightningModule, predictions: Any, batch_indices: Any
     ) -> None:
-        tables = [make_table(trainer, predictions, batch_indices)] * trainer.world_size
-        if trainer.world_size > 1:
-            dist.all_gather_object(tables, tables[0])
+        tables = gather_tables(trainer, make_table(trainer, predictions, batch_indices))
         if None in tables:
             rank_zero_warn(
                 "predictions.csv is not written: it needs one DataLoader with a batch_size and "
@@ -45,6 +43,16 @@ class PredictionWriter(BasePredictionWriter):
                 writer.writerow(tables[0] or ())
                 writer.writerows(rows[index] for index in sorted(rows))
             print(f"predictions: {path}")
+
+
+def gather_tables(trainer: Any, own: dict | None) -> list[dict | None]:
+    """The tables of all processes."""
+    if hasattr(trainer.strategy, "gather_objects"):  # while it waits, Ctrl-C ends it
+        return list(trainer.strategy.gather_objects(own))
+    tables = [own] * trainer.world_size
+    if trainer.world_size > 1:
+        dist.all_gather_object(tables, own)
+    return tables
 
 
 def make_table(trainer: Any, predictions: Any, batch_indices: Any) -> dict[str, list] | None:
