@@ -57,8 +57,8 @@ def wait(meeting: Any, late: Callable[[], Sequence[int]]) -> None:
                 raise ProcessEnded(f"process {process} {ENDED}")
         if missing and now > start + timeout:
             who = " or ".join(map(str, missing))
-            first = min({*range(strategy.world_size)} - {*missing})
-            if strategy.global_rank != first:  # it says so
+            first = min({*range(meeting.size)} - {*missing})
+            if meeting.rank != first:  # it says so
                 raise ProcessEnded(f"process {first} {ENDED}")
             raise ProcessEnded(f"waited {timeout:.0f} s (`timeout`) for process {who}. {CAUSES}")
 

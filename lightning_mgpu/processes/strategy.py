@@ -211,6 +211,10 @@ class ProcessPerDeviceStrategy(DDPStrategy):
             return np.tile(row, (self.world_size, 1))
         return self.meeting.gather(row, purpose)
 
+    def gather_objects(self, own: Any) -> list[Any]:
+        """An object of every process. All wait in Python, where signals are seen."""
+        return [own] if self.is_alone else self.meeting.gather_objects(own, "objects")
+
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         self.gather(np.zeros(1, np.uint8), "barrier")
 

@@ -67,6 +67,7 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
     _dispatcher: Any = None
     _is_blocked = False  # in all batches of a window but the last
     _seed = 0  # for what the steps of this fit draw
+    _began: Tensor | None = None  # the state of torch's generator when it began
 
     def __init__(
         self,
@@ -119,7 +120,8 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
             )
         # from torch's generator: two fits of a script draw other numbers, and a fit after the same
         # `seed_everything` the same
-        self._seed = crc32(torch.get_rng_state().numpy().data)
+        self._began = torch.get_rng_state()
+        self._seed = crc32(self._began.numpy().data)
         self._layout: dict[Tensor, Any] = {}
         self.update, self._dispatcher, self._is_blocked = None, None, False
         is_on_cpu, timeout = self.root_device.type == "cpu", timedelta(seconds=self.meeting.timeout)
@@ -294,6 +296,9 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
         self._courier = self._dispatcher = None  # memory that a garbage collector would keep
         self.update, self.shards = None, ()
         super().teardown()
+        if self._began is not None and torch.equal(torch.get_rng_state(), self._began):
+            torch.rand(1)  # else a script's next fit would have the same seed
+        self._began = None
 
     def set_sums(self, sums: Gradients) -> None:
         """Make sums the gradients of parameters, beside those of earlier backward passes."""

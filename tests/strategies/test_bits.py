@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from lightning.pytorch import seed_everything
 from lightning.pytorch.callbacks import LearningRateFinder
@@ -149,12 +150,16 @@ def test_the_same_bits_in_1_2_and_4_processes(tmp_path: Path) -> None:
         assert each == digests
 
 
-def test_two_fits_of_a_script_draw_other_numbers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("new_generator", [lambda: None, torch.Generator])
+def test_two_fits_of_a_script_draw_other_numbers(new_generator: Any, tmp_path: Path) -> None:
     """Unless it is seeded again. A checkpoint keeps the seed of its fit."""
 
     def draw(max_epochs: int = 1, ckpt_path: Path | None = None) -> list[float]:
-        module, trainer = Random(), new_trainer(2, precision="64-true", max_epochs=max_epochs)
-        trainer.fit(module, DataLoader(samples(), 10), ckpt_path=ckpt_path, weights_only=False)
+        with torch.random.fork_rng():  # the weights take no numbers from the fits
+            module = Random()
+        trainer = new_trainer(2, precision="64-true", max_epochs=max_epochs)
+        loader = DataLoader(samples(), 10, generator=new_generator())
+        trainer.fit(module, loader, ckpt_path=ckpt_path, weights_only=False)
         trainer.save_checkpoint(tmp_path / "last.ckpt")
         return module.numbers
 
