@@ -7,7 +7,7 @@ import os
 import random
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from itertools import count
 from types import MethodType
 from typing import Any
@@ -34,12 +34,12 @@ from lightning_mgpu.processes.ends import (
     handle_signals,
     host_group,
 )
+from lightning_mgpu.processes.evaluation import ExactLogging
 from lightning_mgpu.processes.meeting import Meeting
 from lightning_mgpu.shards.checksum import checksum
 from lightning_mgpu.shards.generators import Generators
 from lightning_mgpu.shards.loader import ShardLoader
 from lightning_mgpu.shards.reader import Shards
-from lightning_mgpu.shards.split_batch import num_samples
 
 DIFFER = "the processes do not run the same program"
 FACTS = {
@@ -62,7 +62,6 @@ class ProcessPerDeviceStrategy(DDPStrategy):
     given: Any = None  # the batch as the running loop has got it, with `Shards` in it
     kept: Generators | None = None  # of outside, where a step or an evaluation draws for itself
     runs_one_of_several = False  # replicas of this process: then none may wait for others
-    _averaged: Sequence[Any] = ()  # logged values of an evaluation
     why_weights_differ = (
         "an edit that depends on the rank, a value logged without sync_dist=True, or "
         "`loss.backward()` in the place of `self.manual_backward(loss)`"
@@ -109,6 +108,7 @@ class ProcessPerDeviceStrategy(DDPStrategy):
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self._numbers_of_passes = count()  # over loaders
+        self._logging = ExactLogging()
 
     def _configure_launcher(self) -> None:
         if self.is_alone:  # one process needs no launcher and no process group
@@ -298,34 +298,12 @@ class ProcessPerDeviceStrategy(DDPStrategy):
         """Each number that the step logs becomes that of all samples."""
         if self.is_alone:
             return step(*args, **kwargs)
-        for value in self._averaged:  # as it was logged: Lightning compares
-            value.meta.sync.should = False
-        results: Any = self.module.trainer._results  # none in `predict`; empty before the first
-        if results is not None and len(self.given_shards) == 1:
-            results.batch_size = self._count_samples(args[0])
+        results: Any = self.module.trainer._results
+        self._logging.before_step(results, self.given_shards, args[0])
         output = step(*args, **kwargs)
-        named = {} if results is None else results
-        logged = {n: v for n, v in named.items() if v.is_tensor and "_step" in v.meta.fx}
-        synced = {n: v.meta.sync for n, v in logged.items() if not v.meta.sync.rank_zero_only}
-        shares = {len(x.keys.indices[0]) / x.keys.num_samples for x in self.given_shards}
-        if synced and len(shares) > 1:
-            raise MisconfigurationException(
-                f"The loaders of an evaluation have other shares of their batches, {sorted(shares)}"
-                ": log torchmetrics objects, or give the loaders equal batch sizes."
-            )
-        self._averaged = [logged[name] for name, sync in synced.items() if not sync.should]
-        for value in self._averaged:
-            value.meta.sync.should = True
-        self.compare_facts("an evaluation's step", names=[*synced])
+        names = self._logging.after_step(results, self.given_shards)
+        self.compare_facts("an evaluation's step", names=names)
         return output
-
-    def _count_samples(self, batch: Any) -> int:
-        """The rows of an evaluation's batch; its indices, if its shape does not tell."""
-        [given] = self.given_shards
-        if given.has_rows:
-            with suppress(ValueError):
-                return num_samples(batch)
-        return sum(map(len, given.keys.indices))
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """As DDPStrategy's, with exact means of integers: Lightning's counts of samples."""
