@@ -158,7 +158,7 @@ class LocalSGDStrategy(ExchangeStrategy):
             p.copy_(self._weights[p].sub_(step))
         self._weights = {}
 
-    def share_buffers(self, update: Any = None) -> None:
+    def sync_buffers(self, update: Any = None) -> None:
         """They are shared when weights are."""
 
     def compare_weights(self) -> None:

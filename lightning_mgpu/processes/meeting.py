@@ -41,11 +41,8 @@ class Meeting:
         self.trainer = trainer
 
     @property
-    def is_alone(self) -> bool:
-        """Whether this process waits for no other one: there is none, or it is about to end.
-
-        One with an exception on its way does not wait, so that its exception is seen.
-        """
+    def waits_for_nobody(self) -> bool:
+        """Whether there is no other process, or an exception is on its way, which shall be seen."""
         return self.size == 1 or self.trainer.interrupted
 
     def gather(self, row: np.ndarray, purpose: str) -> np.ndarray:
@@ -55,7 +52,7 @@ class Meeting:
             ProcessEnded: If another process brings a row for another purpose, or has ended.
         """
         sent = np.ascontiguousarray(row).reshape(-1).view(np.uint8)
-        if self.is_alone:
+        if self.waits_for_nobody:
             return np.tile(sent, (self.size, 1)).view(row.dtype)
         cell = np.zeros(1, CELL)
         cell["length"], cell["purpose"] = len(sent), purpose.encode()
@@ -81,10 +78,10 @@ class Meeting:
         """Rows of equal length, by a message: all at once, not around a ring."""
         sent = torch.from_numpy(np.tile(row.view(np.uint8), self.size))
         received = torch.empty_like(sent)
-        self.finish(dist.all_to_all_single(received, sent, group=self.group, async_op=True))
+        self.wait_for(dist.all_to_all_single(received, sent, group=self.group, async_op=True))
         return received.numpy().view(row.dtype).reshape(self.size, -1)
 
-    def finish(self, work: Any, is_on_host: bool = True) -> None:
+    def wait_for(self, work: Any, is_on_host: bool = True) -> None:
         """Wait for a message on its way, in Python; for one between GPUs, let the device wait."""
         others = [each for each in range(self.size) if each != self.rank]
         if is_on_host:

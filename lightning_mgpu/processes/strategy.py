@@ -49,7 +49,7 @@ FACTS = {
     "parameters": "has other parameters that require a gradient, or in another layout",
     "names": "logs other values than {names}. Log the same ones in every batch",
 }
-"""Facts that the processes compare in every step, and the words for one that differs."""
+"""What the processes compare in every step, and the words for what differs."""
 STEPS = "training_step", "validation_step", "test_step", "predict_step"
 
 
@@ -166,14 +166,14 @@ class ProcessPerDeviceStrategy(DDPStrategy):
             )
         if self._start_method == "fork":  # Python seeds `random` again in a child
             random.seed(torch.initial_seed())
-        self.share_generators()
+        self.sync_generators()
 
-    def share_generators(self) -> None:
+    def sync_generators(self) -> None:
         """What samplers and hooks draw from here on, they draw alike in all processes."""
         _set_rng_states(self.broadcast(_collect_rng_states(include_cuda=False)))
 
     def on_train_start(self) -> None:  # after those of the module and of callbacks
-        self.share_generators()
+        self.sync_generators()
 
     def on_validation_start(self) -> None:
         """Processes draw other numbers in it: as many as they have samples to evaluate."""

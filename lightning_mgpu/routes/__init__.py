@@ -6,9 +6,12 @@ bucket's sums (sums.py). The *courier* carries the messages of all routes side b
 The *dispatcher* starts the buckets in their order, each as soon as all its gradients are there,
 which is while the backward pass still runs (dispatcher.py).
 
-    process 0: | backward of the last layers | ... of the first layers |
-    bucket 0                                 | message    | its sums   |
-    bucket 1                                              | message    | its sums |
+    process 0: | backward pass: last layers | ... | first layers | meeting | sums 0 | sums 1 |
+    bucket 0                                | message ...        |
+    bucket 1                                                     | message ...      |
 
-An exchange of your own is another route (`exchanges/`).
+After the pass all processes meet (`processes/meeting.py`), to compare what must be alike. Then each
+receives the buckets in the order in which they were sent. Each replica's gradient has been scaled
+by its share of the batch, so that a sum is the gradient of the mean. `strategies/__init__.py` has
+the whole way of a batch. An exchange of one's own is another route (`exchanges/`).
 """

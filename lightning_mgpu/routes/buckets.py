@@ -15,8 +15,8 @@ class Bucket:
     """Parameters, and the rows of this process in one piece of memory.
 
     A row is one replica's gradients, in bytes. Every parameter has an owner, the process that calls
-    the allreduce on its k gradients. The memory is cut by owners and then by replicas: a block is
-    the part of a row that has one owner.
+    the allreduce on its k gradients (with one owner, every process does). The memory is cut by
+    owners and then by replicas: a block is the part of a row that has one owner.
 
     Args:
         parameters: In the order in which they stand in a row.
@@ -26,7 +26,7 @@ class Bucket:
             number. Left out: memory of its own.
     """
 
-    has_spoiled = False  # whether an exchange has got zeros for numbers that are not finite
+    has_spoiled = False  # set by an exchange's route that replaces numbers that are not finite
 
     def __init__(
         self,
@@ -70,21 +70,28 @@ class Bucket:
 
     def pack(self, replicas: Sequence[Gradients]) -> None:
         """Copy the gradients of the replicas here into their rows. A missing one is zeros."""
+        self.versions = versions_of(replicas)
         for row, gradients in zip(self.rows, replicas):
             for view, p in zip(row, self.parameters):
                 view.copy_(gradients[p]) if p in gradients else view.zero_()
 
     def holds(self, replicas: Sequence[Gradients]) -> bool:
-        """Whether the rows still are these gradients."""
-        pairs = zip(self.rows, replicas)
+        """Whether the rows still are these gradients.
+
+        NaN equals nothing, so it does not hold. On GPUs the numbers are not read, which would wait
+        for them: an edit by `.data` is not seen there.
+        """
+        own = [{p: each[p] for p in self.parameters if p in each} for each in replicas]
+        if not self.own.is_cpu:
+            return versions_of(own) == self.versions
         return all(
             torch.equal(view, gradients[p]) if p in gradients else not view.any()
-            for row, gradients in pairs
+            for row, gradients in zip(self.rows, own)
             for view, p in zip(row, self.parameters)
         )
 
 
-def cut(parameters: Sequence[Tensor], cap: float) -> list[list[Tensor]]:
+def group_parameters(parameters: Sequence[Tensor], cap: float) -> list[list[Tensor]]:
     """Groups of at least `cap` bytes, in the reverse order, in which gradients become ready.
 
     A cap of 0 means one group.
@@ -97,6 +104,11 @@ def cut(parameters: Sequence[Tensor], cap: float) -> list[list[Tensor]]:
         groups[-1].append(p)
         num_bytes += p.nbytes
     return groups if groups[0] else []
+
+
+def versions_of(replicas: Sequence[Gradients]) -> list[list[tuple[int, int]]]:
+    """They change when a gradient is replaced, or edited in place."""
+    return [[(id(g), g._version) for g in gradients.values()] for gradients in replicas]
 
 
 def padded_size(parameter: Tensor) -> int:

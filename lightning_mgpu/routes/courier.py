@@ -17,7 +17,7 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 
 
 class Courier:
-    """Sends first messages as routes start, and the others after processes have met.
+    """Sends first messages when routes start, if they do not wait, and the others after a meeting.
 
     A group of processes pairs messages by the order in which they are sent. So routes go on in the
     order in which they have started, which has to be the same in all processes, and never in the
@@ -83,7 +83,7 @@ class Courier:
         is_first = key[1] == 0  # then processes meet before `finish`
         if message is None:
             return (lambda: ()) if is_first else self._meet
-        if self.meeting.is_alone:
+        if self.meeting.waits_for_nobody:
             return lambda: [message.sent] * self.meeting.size
         if self.in_memory and message.lengths is None:
             return self._hand_over(key, message, is_first)
@@ -96,7 +96,10 @@ class Courier:
     def _hand_over(
         self, key: Any, message: Message, is_first: bool
     ) -> Callable[[], Sequence[Tensor]]:
-        """There are two sets of rows, in turn: others may still read those of the last update."""
+        """There are two sets of rows, in turn: others may still read those of the last update.
+
+        A key's first message meets, to map the memory.
+        """
         rank, size, num = self.meeting.rank, self.meeting.size, len(message.sent)
         if len(self.kept.get(key, ())) != 2 * size * num:
             memory = self.meeting.map_memory(2 * size * num)
@@ -123,14 +126,14 @@ class Courier:
         options: Any = {"group": self.group, "async_op": True}
         if lengths is None and self.meeting.size == 2:
             work = all_gather(received, sent, **options)
-        else:  # gloo's all_gather goes around a ring: P - 1 trips
+        else:  # as gloo's all_gather goes around a ring, with P - 1 trips
             sent = sent.repeat(self.meeting.size) if lengths is None else sent
             lengths = [*sizes] if lengths is None else [*lengths]
             work = dist.all_to_all_single(received, sent, [*sizes], lengths, **options)
-        finish = partial(self.meeting.finish, work, sent.is_cpu)
+        wait = partial(self.meeting.wait_for, work, sent.is_cpu)
 
         def receive() -> Sequence[Tensor]:
-            finish()
+            wait()
             return parts
 
         return receive

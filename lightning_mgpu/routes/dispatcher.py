@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_mgpu.routes.buckets import Bucket, Gradients, cut, padded_size
+from lightning_mgpu.routes.buckets import Bucket, Gradients, group_parameters, padded_size
 from lightning_mgpu.routes.courier import Courier
 from lightning_mgpu.routes.sums import Route
 
@@ -38,7 +38,8 @@ class Dispatcher:
         self.is_pair = size == 2 and num_rows == 1 and not self.in_place
         rows = None if memory is None else (memory[: size * num_bytes].view(size, -1), rank)
         self.has_messages = size > 1 and not self.in_place and not courier.in_memory
-        groups = cut([*layout], cap if self.has_messages else 0)
+        # one bucket, where nothing is gained by several: all would also have the same memory
+        groups = group_parameters([*layout], cap if self.has_messages else 0)
         num_owners = 1 if self.is_pair else size
         self.buckets = [Bucket(group, num_rows, num_owners, rows) for group in groups]
 

@@ -23,7 +23,10 @@ class Message(NamedTuple):
 
 
 Route = Generator[Message | None, Sequence[Tensor], Any]
-"""Yields messages, and gets the parts that came, by process. With None all processes meet."""
+"""Yields messages, and gets the parts that came, by process.
+
+None in the place of a message waits until all processes are at this place.
+"""
 
 
 def sum_in_place(bucket: Bucket, allreduce: Allreduce, rank: int) -> Route:
@@ -47,7 +50,7 @@ def sum_by_owners(bucket: Bucket, allreduce: Allreduce, rank: int) -> Route:
 
 
 def sum_by_all(bucket: Bucket, allreduce: Allreduce, rank: int) -> Route:
-    """All rows come to all, and nothing goes back: for two processes, as many bytes."""
+    """All rows come to all, and nothing goes back: for two rows, as many bytes as by owners."""
     parts = yield Message(bucket.own, None, [len(bucket.own)] * 2)
     rows = bucket.gather_rows(parts, 0)
     allreduce_many(allreduce, rows)

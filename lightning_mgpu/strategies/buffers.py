@@ -10,15 +10,16 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
-STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+AVERAGED = ("running_mean", "running_var")
+STATISTICS = (*AVERAGED, "num_batches_tracked")
 
 
 class ReplicaBuffers:
     """The buffers of each replica here. The module holds those of one at a time."""
 
-    def __init__(self, module: nn.Module, num_replicas: int) -> None:
+    def __init__(self, module: nn.Module, num_local: int) -> None:
         self.module, self.num_bytes = module, sum(b.nbytes for b in module.buffers())
-        self.rows = [read_buffers(module)] * num_replicas if num_replicas > 1 else []
+        self.rows = [read_buffers(module)] * num_local if num_local > 1 else []
         self.held, self.seen = 0, self._look()
 
     def hold(self, replica: int) -> None:
@@ -70,7 +71,7 @@ def write_buffers(module: nn.Module, rows: Tensor) -> None:
     for name, buffer in _buffers(module):
         start, end = end, end + buffer.nbytes
         values = rows[:, start:end].flatten().view(buffer.dtype).view(len(rows), -1)
-        is_mean = name.endswith(STATISTICS[:2]) and len(rows) > 1
+        is_mean = name.endswith(AVERAGED) and len(rows) > 1
         value = (values.mean(0) if is_mean else values[0]).view(buffer.shape)
         if name.endswith(STATISTICS):
             buffer.data.copy_(value)  # the backward pass does not need them

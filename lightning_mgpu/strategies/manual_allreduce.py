@@ -51,16 +51,17 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
         replicas: k, a multiple of the number of processes. A process runs its replicas one after
             the other with one set of weights. The bits of the trained weights depend on k, and not
             on the number of devices of one kind. Left out: one per device.
-        bucket_cap_mb: Gradients of a bucket, which is sent as soon as all of them are there. With 0
-            they are sent together, after the backward pass. It changes no bits. Left out: 4 between
-            CPUs of several machines, else 0.
+        bucket_cap_mb: A bucket of gradients is full from this size on, and is sent as soon as all
+            of them are there. With 0 they are sent together, after the backward pass. It changes no
+            bits. Left out: 4 between CPUs of several machines, and 0 between GPUs. In one machine,
+            CPUs have one bucket, in shared memory.
         parallel_devices, process_group_backend, timeout, start_method: As for DDPStrategy.
 
     Raises:
         ValueError: When `fit` begins, if `allreduce` does not compute the sum in place.
     """
 
-    sums_in_place = True  # where processes have memory in common
+    sums_in_place = True  # where processes have memory in common; not if `route` sends messages
     update: Update | None = None  # that has begun, and is not over
     shards: Sequence[Any] = ()  # the running batch of each replica here
     _courier: Any = None
@@ -130,7 +131,7 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
         self._courier = Courier(self.meeting, group, bool(self.meeting.cells) and is_on_cpu)
         default = BUCKET_CAP_MB if is_on_cpu else 0
         self._cap = 1e6 * (default if self.bucket_cap_mb is None else self.bucket_cap_mb)
-        # a module's own pass may edit gradients, and one of NCCL's groups must not wait for another
+        # a module's own pass may edit gradients; of two NCCL groups, only one may send at a time
         is_own = is_overridden("backward", self.module) or bool(self._layer_sync and not is_on_cpu)
         is_own |= type(self).exchange_gradients is not ManualAllreduceStrategy.exchange_gradients
         self._starts_in_pass = self._cap > 0 and not is_own
@@ -148,16 +149,16 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
 
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         self.shards = batch.shards if isinstance(batch, Shards) else [batch]
-        update = self._find_update()
+        update = self._begin_update()
         user_step = super().training_step
         outputs = update.run_step(lambda shard: user_step(shard, *args, **kwargs), self.shards)
         if self.module.automatic_optimization:
             return update.make_loss(outputs)
-        self.share_buffers(update)  # there may be no backward pass after them
+        self.sync_buffers(update)  # there may be no backward pass after them
         return outputs[0]
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
-        update, weight = self._find_update(), kwargs.pop("weight", None)  # of `manual_backward`
+        update, weight = self._begin_update(), kwargs.pop("weight", None)  # of `manual_backward`
         if not self.module.automatic_optimization:
             [factor] = update.count_batch([weight])
             if factor != 1:
@@ -165,16 +166,16 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self.module)
         run = self.precision_plugin.backward
         args = (closure_loss, self.module, optimizer, *args)
-        update.run_backward(lambda: run(*args, **kwargs), self._sending)
+        update.run_backward(lambda: run(*args, **kwargs), self._starting_buckets)
         if not self._is_blocked:
             self.exchange_gradients(update.gradients, update.mean_shares)
             self.update = None
         return self.precision_plugin.post_backward(closure_loss, self.module)
 
-    def _find_update(self) -> Update:
+    def _begin_update(self) -> Update:
         """The one that has begun in this epoch, or a new one."""
         if self.update is not None and self.update.epoch != self.module.trainer.current_epoch:
-            self.share_buffers()
+            self.sync_buffers()
             self.update = None
         if self.update is None:
             self.update = Update(self)
@@ -205,7 +206,10 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
 
     @torch.no_grad()
     def exchange_gradients(self, replicas: list[Gradients], shares: list[float]) -> None:
-        """Leave the sum over all replicas in the `grad` of every parameter. To be overridden.
+        """Leave the sum over all replicas in the `grad` of every parameter.
+
+        Override it to change gradients before they are sent, after the pass; to send them in
+        another way, override `route`.
 
         Args:
             replicas: The gradients of each of `local_replicas`, which may be edited: those of the
@@ -219,7 +223,7 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
         self.set_sums(replicas[0])
 
     def route(self, bucket: Bucket, replicas: list[Gradients]) -> Route:
-        """How a bucket's gradients become sums, one for each parameter. To be overridden.
+        """How a bucket's gradients become sums, one for each parameter. It may be overridden.
 
         Args:
             bucket: Its `rows` are copies of the gradients.
@@ -233,14 +237,14 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
     def exchange_all(
         self, replicas: list[Gradients], purpose: str, buffers: Any = None, **facts: int
     ) -> tuple[Gradients, bool]:
-        """Start what has not started, meet once, and take what the routes return.
+        """Start what has not started, meet, and take what the routes return.
 
         With `ReplicaBuffers`, the buffers of all replicas are shared, too.
 
         Returns the results for parameters of which any replica has a gradient, and whether numbers
         were not finite, of which a route has told by `Bucket.has_spoiled`.
         """
-        dispatcher = self._find_dispatcher()
+        dispatcher = self._renew_dispatcher()
         if any(g.layout != torch.strided for each in replicas for g in each.values()):
             raise MisconfigurationException("Sparse gradients: use nn.Embedding(sparse=False).")
         has_gradient = [any(p in each for each in replicas) for p in dispatcher.layout]
@@ -268,7 +272,7 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
         present = zip(dispatcher.layout, found[2:])
         return {p: sums[p] for p, is_there in present if is_there}, found[1]
 
-    def _find_dispatcher(self) -> Dispatcher:
+    def _renew_dispatcher(self) -> Dispatcher:
         """A new one, if there are other parameters than in the update before."""
         layout = self.find_layout()
         if self._dispatcher is None or self._dispatcher.layout != layout:
@@ -280,8 +284,11 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
             self._dispatcher = Dispatcher(*args)
         return self._dispatcher
 
-    def _sending(self, before: list[Gradients]) -> Any:
-        """A context for the last backward pass of an update, in which buckets start."""
+    def _starting_buckets(self, before: list[Gradients]) -> Any:
+        """A context for the last backward pass of an update, in which buckets start.
+
+        None starts in the first update, nor in another one with a new layout of parameters.
+        """
         dispatcher = self._dispatcher
         is_new = dispatcher is None or dispatcher.layout != self.find_layout()
         if is_new or self._is_blocked or not self._starts_in_pass:
@@ -343,11 +350,12 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
                 with suppress(ValueError):
                     results.batch_size = sum(map(num_samples, batch.shards))
 
-    def share_buffers(self, update: Update | None = None) -> None:
+    def sync_buffers(self, update: Update | None = None) -> None:
         """Set the buffers by those of all replicas, if a step may have made them differ."""
         update = update or self.update
         if update and update.buffers:
-            self._courier.start(BUFFERS, take_all(update.buffers.to_row(), self.world_size))
+            route = take_all(update.buffers.to_row(), self.world_size)
+            self._courier.start(BUFFERS, route, waits=True)
             self.gather(np.zeros(1, np.uint8), BUFFERS)
             rows = self._courier.finish()[BUFFERS]
             write_buffers(self.module, rows.view(self.num_replicas, -1))
@@ -355,13 +363,13 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
 
     def on_validation_start(self) -> None:
         super().on_validation_start()
-        self.share_buffers()
+        self.sync_buffers()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The weights of a checkpoint: all processes ask for them, before anything else."""
-        self.share_buffers()
+        self.sync_buffers()
         return super().lightning_module_state_dict()
 
     def compare_weights(self) -> None:
-        self.share_buffers()
+        self.sync_buffers()
         super().compare_weights()

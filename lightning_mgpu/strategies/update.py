@@ -19,7 +19,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from lightning_mgpu.routes.buckets import Gradients
+from lightning_mgpu.routes.buckets import Gradients, versions_of
 from lightning_mgpu.shards.checksum import checksum
 from lightning_mgpu.strategies.buffers import ReplicaBuffers
 from lightning_mgpu.strategies.loss import scale_gradient, split_loss
@@ -153,12 +153,16 @@ class Update:
         self.total_share = self.total_share * self.decay + scale
         return factors
 
-    def run_backward(self, backward: Callable[[], Any], sends: Callable[..., Any]) -> None:
-        """Add the gradients of this batch. `sends` makes a context for the last replica's pass."""
+    def run_backward(self, backward: Callable[[], Any], starting: Callable[..., Any]) -> None:
+        """Add the gradients of this batch.
+
+        `starting(before)` is a context for the pass of the last replica here, in which buckets
+        start. `before` has the gradients of the others.
+        """
         parameters = [*self.module.parameters()]
         self._prepare(parameters)
         if self.scale_probe is None:
-            with sends([]):
+            with starting([]):
                 backward()
             self.gradients = [get_gradients(parameters)]
             return
@@ -171,7 +175,7 @@ class Update:
             if self.buffers:  # activation checkpointing may run layers a second time
                 self.buffers.hold(i)
             if factor:
-                with sends(self.gradients[:last]) if i == last else nullcontext():
+                with starting(self.gradients[:last]) if i == last else nullcontext():
                     loss.backward(self.scale_probe.grad * factor)
             if self.buffers:
                 self.buffers.take()
@@ -179,7 +183,7 @@ class Update:
         if self.buffers:
             self.buffers.hold(0)
         set_gradients(parameters, self.gradients[0])
-        self.versions = versions_of(self.gradients[0])
+        self.versions = versions_of(self.gradients[:1])
 
     def _prepare(self, parameters: list[Tensor]) -> None:
         """Before a backward pass: parameters have the first replica's gradients so far.
@@ -191,7 +195,7 @@ class Update:
             self.earlier = get_gradients(parameters)
         elif self.num_local == 1:
             self.gradients = [get_gradients(parameters)]  # as hooks have left them
-        elif versions_of(get_gradients(parameters)) != self.versions:
+        elif versions_of([get_gradients(parameters)]) != self.versions:
             raise MisconfigurationException(
                 "A hook has edited gradients that are still being accumulated, of one of several "
                 "replicas here: edit them in the last batch of a window, or leave out `replicas`."
@@ -200,11 +204,6 @@ class Update:
             decay, self.decay = self.decay, 1.0
             self.gradients = [{p: g * decay for p, g in each.items()} for each in self.gradients]
         set_gradients(parameters, self.gradients[0])
-
-
-def versions_of(gradients: Gradients) -> list[tuple[int, int]]:
-    """They change when a gradient is replaced, or edited in place."""
-    return [(id(gradient), gradient._version) for gradient in gradients.values()]
 
 
 def get_gradients(parameters: list[Tensor]) -> Gradients:

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_mgpu.allreduce import foreach_allreduce, ring_allreduce, textbook_allreduce
 from lightning_mgpu.processes.meeting import Meeting
-from lightning_mgpu.routes.buckets import Bucket, cut
+from lightning_mgpu.routes.buckets import Bucket, group_parameters
 from lightning_mgpu.routes.courier import Courier
 from lightning_mgpu.routes.sums import Message, sum_by_all, sum_by_owners, sum_in_place
 from lightning_mgpu.strategies import ManualAllreduceStrategy
@@ -89,9 +89,10 @@ def test_sums_by_messages(k: int, num_rows: int) -> None:
 
 def test_buckets_are_cut_from_the_last_parameter() -> None:
     parameters = [torch.zeros(n) for n in (1, 2, 3, 4, 5)]
-    sizes = [[len(p) for p in group] for group in cut(parameters, 24)]
+    sizes = [[len(p) for p in group] for group in group_parameters(parameters, 24)]
     assert sizes == [[5, 4], [3, 2, 1]]
-    assert len(cut(parameters, 0)) == 1 and len(cut(parameters, 1)) == 5 and cut([], 0) == []
+    counts = [len(group_parameters(parameters, cap)) for cap in (0, 1)]
+    assert counts == [1, 5] and group_parameters([], 0) == []
 
 
 def twice(number: int) -> Any:

@@ -56,5 +56,5 @@ def walk() -> list[str]:
 @pytest.mark.skipif(not IN_MEMORY, reason="buckets start within the pass")
 def test_the_map_is_the_order_of_the_calls() -> None:
     names = list(stops().values())
-    assert len(names) == 14
+    assert len(names) == 15
     assert run_in_processes(2, walk) == [names, names]
