@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from functools import partial
+from importlib import import_module
 from io import StringIO
 from pathlib import Path
 
@@ -49,19 +50,6 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / name).write_text(f"# {name}\n{content}")
     monkeypatch.syspath_prepend(tmp_path)
     return tmp_path
-
-
-SEVEN = """
-from lightning_mgpu.data import FashionMNIST
-
-class Seven(FashionMNIST):
-    num_classes = 7
-
-    def setup(self, stage):
-        super().setup(stage)
-        for each in (self.train_set, self.val_set, self.test_set):
-            each.labels %= 7
-"""
 
 
 def options_of(part: str) -> list[str]:
@@ -128,21 +116,16 @@ def test_a_dataset_trains_alike_everywhere(project: Path, main: Callable) -> Non
 
 
 def test_a_text_model_learns_and_predicts(project: Path, main: Callable[..., int]) -> None:
-    """From dicts, on one device as with two replicas; its F1 score is that of its predictions."""
-    options = (*options_of("my_text.TextClassifier"), CPU)
-    assert main(*options, *ONE_PROCESS) == 0
-    assert main(*options, "--trainer.devices=1", "--run_dir=one") == 0
-    for name in ("runs/text", "one"):
-        path = next((project / name / "checkpoints").glob("epoch=*"))
-        assert main("predict", f"--ckpt_path={path}", CPU, f"--run_dir={name}/p") == 0
-        table = list(csv.DictReader((project / name / "p" / "predictions.csv").open()))
-        assert len(table) == 500 and {row["class"] for row in table} == {"food", "sport", "weather"}
-        found, y = (
-            torch.tensor([int(row[key]) for row in table]) for key in ("prediction", "label")
-        )
-        rows = csv.DictReader((project / name / "metrics.csv").open())
-        [f1] = [float(row["test_f1"]) for row in rows if row["test_f1"]]
-        assert f1 == pytest.approx(float(MulticlassF1Score(3)(found, y))) and f1 > 0.9
+    """From dicts, in two replicas; its F1 score is that of its predictions."""
+    assert main(*options_of("my_text.TextClassifier"), CPU, *ONE_PROCESS) == 0
+    path = next((project / "runs/text/checkpoints").glob("epoch=*"))
+    assert main("predict", f"--ckpt_path={path}", CPU, "--run_dir=p") == 0
+    table = list(csv.DictReader((project / "p" / "predictions.csv").open()))
+    assert len(table) == 500 and {row["class"] for row in table} == {"food", "sport", "weather"}
+    found, y = (torch.tensor([int(row[key]) for row in table]) for key in ("prediction", "label"))
+    rows = csv.DictReader((project / "runs/text/metrics.csv").open())
+    [f1] = [float(row["test_f1"]) for row in rows if row["test_f1"]]
+    assert f1 == pytest.approx(float(MulticlassF1Score(3)(found, y))) and f1 > 0.9
 
 
 def test_a_link_between_data_and_model(
@@ -150,10 +133,11 @@ def test_a_link_between_data_and_model(
 ) -> None:
     own = runpy.run_path(str(project / "my_cli.py"))
     monkeypatch.setattr(conftest, "run_command_line", partial(own["main"], cli=own["MyCLI"]))
-    (project / "my_seven.py").write_text(SEVEN)  # ten are the default
-    assert main("fit", "--data=my_seven.Seven", *SHORT, *LIMITS, "--run_dir=a") == 0
+    quadrants = import_module("my_data").Quadrants
+    monkeypatch.setattr(quadrants, "num_classes", 4, raising=False)  # ten are the default
+    assert main("fit", "--data=my_data.Quadrants", *SHORT[::2], *LIMITS, "--run_dir=a") == 0
     assert main("fit", "--resume=a", "--trainer.max_epochs=2") == 0
-    assert torch.load("a/checkpoints/last.ckpt")["state_dict"]["net.9.bias"].shape == (7,)
+    assert torch.load("a/checkpoints/last.ckpt")["state_dict"]["net.9.bias"].shape == (4,)
 
 
 def test_a_loss_per_token(

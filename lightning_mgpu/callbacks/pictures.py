@@ -38,7 +38,8 @@ class TestPictures(Callback):
         match outputs, batch, sum(at[1:]):  # of the first loader
             case {"logits": Tensor(ndim=2) as logits}, [inputs, Tensor(ndim=1) as y], 0:
                 X = next(iter(inputs.values())) if isinstance(inputs, Mapping) else inputs
-                logits, y = as_classes(logits, y)
+                if logits.shape[1] == 1 and ((y == 0) | (y == 1)).all():
+                    logits, y = F.pad(logits, (1, 0)), y.long()  # as in binary cross-entropy
             case _:
                 return  # another kind of model
         if y.is_floating_point():
@@ -78,13 +79,6 @@ class TestPictures(Callback):
                 figure.suptitle(title)
                 save_picture(trainer, figure, "predictions.png")
         self.images = None
-
-
-def as_classes(logits: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """One logit with labels 0 and 1, as for `BCEWithLogitsLoss`, is two classes."""
-    if logits.shape[1] == 1 and ((y == 0) | (y == 1)).all():
-        return F.pad(logits, (1, 0)), y.long()
-    return logits, y
 
 
 def smallest_keys(*samples: list[Tensor] | None) -> list[Tensor]:

@@ -56,13 +56,15 @@ class VectorNet(Classifier):
         self.net = nn.Linear(4, 3)
 
     def test_step(self, batch: Any, *args: Any) -> Any:
-        return super().test_step(batch[:2], 0)
+        return super().test_step(batch if isinstance(batch, dict) else batch[:2], 0)
 
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
         return self.choose(batch[0])
 
 
-def test_other_models_get_what_can_be_drawn(make_trainer: Callable, tmp_path: Path) -> None:
+def test_other_models_get_what_can_be_drawn(
+    make_trainer: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rows, classes = torch.zeros(6, 4), torch.arange(6) % 3
     callback = TestPictures()
     trainer = make_trainer(callbacks=[callback])
@@ -72,6 +74,10 @@ def test_other_models_get_what_can_be_drawn(make_trainer: Callable, tmp_path: Pa
     trainer.test(VectorNet(), [loader, loader], verbose=False)  # the first one's
     assert [path.name for path in tmp_path.iterdir()] == ["confusion.png"]
     assert callback.confusion is not None and callback.confusion.confmat.sum() == 6
+    images: Any = [{"image": torch.rand(1, 2, 2), "label": i % 3} for i in range(6)]
+    monkeypatch.setattr(Classifier, "forward", lambda _, X: X["image"].flatten(1)[:, :3])
+    trainer.test(VectorNet(), DataLoader(images, 4), verbose=False)
+    assert (tmp_path / "predictions.png").exists()
 
 
 class OneLogit(VectorNet):
@@ -82,7 +88,7 @@ class OneLogit(VectorNet):
 def test_one_logit_is_two_classes(
     make_trainer: Callable, tmp_path: Path, recwarn: pytest.WarningsRecorder
 ) -> None:
-    """With labels 0.0 and 1.0, as for binary cross-entropy. Other numbers are no classes."""
+    """With labels 0.0 and 1.0, as for binary cross-entropy. Other numbers are not drawn."""
     X, callback = torch.tensor([[-1.0], [-2.0], [3.0], [4.0], [5.0]]), TestPictures()
     loader = DataLoader(TensorDataset(X, torch.tensor([0.0, 1, 1, 1, 0])), 3)
     make_trainer(callbacks=[callback]).test(OneLogit(), loader, verbose=False)
@@ -92,17 +98,6 @@ def test_one_logit_is_two_classes(
     make_trainer(callbacks=[TestPictures()]).test(OneLogit(), DataLoader(TensorDataset(X, X[:, 0])))
     assert not list(tmp_path.iterdir())
     assert not [each for each in recwarn if "is not right" in str(each.message)]
-
-
-def test_images_of_dicts(make_trainer: Callable, tmp_path: Path) -> None:
-    class FromDict(LeNet):
-        def forward(self, X: Any) -> Any:
-            return super().forward(X["image"])
-
-    images: Any = [{"image": torch.rand(1, 28, 28), "label": i} for i in range(6)]
-    trainer = make_trainer(callbacks=[TestPictures()])
-    trainer.test(FromDict(), DataLoader(images, 4), verbose=False)
-    assert {path.name for path in tmp_path.iterdir()} == {"confusion.png", "predictions.png"}
 
 
 def test_no_picture_ends_a_run(
