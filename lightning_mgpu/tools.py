@@ -12,6 +12,9 @@ from pathlib import Path
 from typing import IO, Any
 
 PACKAGE = __package__.partition(".")[0]
+# what runs/ and exchanges/ know of each other: a run goes on from this file, and under this key it
+# has the states of an exchange
+LAST, EXCHANGE = "last.ckpt", "exchange"
 PART = ".part."  # how the name of a file that is not finished begins
 
 

@@ -23,8 +23,7 @@ from lightning_mgpu.exchanges.route import Plan, State, exact, run_exchanges
 from lightning_mgpu.routes.buckets import Bucket, Gradients
 from lightning_mgpu.routes.sums import Route
 from lightning_mgpu.strategies import ManualAllreduceStrategy
-
-KEY, LAST = "exchange", "last.ckpt"  # in a checkpoint; the only file with states, which are large
+from lightning_mgpu.tools import EXCHANGE, LAST
 
 
 class ExchangeStrategy(ManualAllreduceStrategy):
@@ -153,11 +152,11 @@ class ExchangeStrategy(ManualAllreduceStrategy):
             print(f"exchange: {sent:.2f} MB per replica by {how}, {by_exact:.2f} by the exact sum")
 
     def save_checkpoint(self, checkpoint: Any, filepath: Any, storage_options: Any = None) -> None:
-        if Path(filepath).name == LAST:
+        if Path(filepath).name == LAST:  # other files have no states, which are large
             optimizers = [each.state_dict() for each in self.optimizers if self.saves_optimizers]
             own = {replica: [kept, optimizers] for replica, kept in self._states.items()}
             parts = self.meeting.gather_objects(move_data_to_device(own, "cpu"), "states")
-            checkpoint[KEY] = {
+            checkpoint[EXCHANGE] = {
                 "settings": self.find_settings(),
                 "replicas": dict(ChainMap(*parts)),
                 "num_bytes": self.num_bytes.tolist(),
@@ -172,8 +171,8 @@ class ExchangeStrategy(ManualAllreduceStrategy):
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
         """Lightning calls this after `setup`, when a run is resumed, and after a finder's steps."""
         self.reset_states()
-        if KEY in checkpoint:
-            optimizers = self._restore(checkpoint[KEY])
+        if EXCHANGE in checkpoint:
+            optimizers = self._restore(checkpoint[EXCHANGE])
             states = optimizers or checkpoint["optimizer_states"]
             checkpoint = {**checkpoint, "optimizer_states": states}
         elif self._is_stateful and checkpoint["global_step"]:  # a finder's has no state yet

@@ -19,9 +19,8 @@ from torch import Tensor
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from lightning_mgpu.seeds import VERSION, seed_generators
-from lightning_mgpu.tools import UsageError, replacing
+from lightning_mgpu.tools import EXCHANGE, LAST, UsageError, replacing
 
-LAST = "last.ckpt"
 END = "end.ckpt"  # the weights at the end of a run that has stopped within an epoch
 KEY = "lightning_mgpu"  # under which a checkpoint has what `LastCheckpoint` adds to Lightning's
 # in names of metrics; a short one is a word, as `val_cancer_auc` has no character error rate
@@ -218,7 +217,7 @@ class LastCheckpoint(Callback):
         is_whole = loop["epoch_loop.batch_progress"]["is_last_batch"]
         if KEY not in checkpoint or not is_whole:  # as Lightning's under SLURM
             raise UsageError(f"{trainer.ckpt_path} was saved within an epoch: move it away")
-        if "exchange" in checkpoint and not hasattr(trainer.strategy, "exchange"):
+        if EXCHANGE in checkpoint and not hasattr(trainer.strategy, "exchange"):
             raise UsageError(f"{trainer.ckpt_path} has the state of an exchange: keep its strategy")
         self.loaded_metrics, self.frozen = checkpoint[KEY]["metrics"], checkpoint[KEY]["frozen"]
         self.modes = checkpoint[KEY].get("modes", {})  # older files have none

@@ -3,10 +3,10 @@
 from pathlib import Path
 from typing import Any
 
-from lightning_mgpu.runs.checkpoints import KEY, LAST, read_checkpoint
+from lightning_mgpu.runs.checkpoints import KEY, read_checkpoint
 from lightning_mgpu.runs.directory import flatten
 from lightning_mgpu.seeds import VERSION
-from lightning_mgpu.tools import UsageError
+from lightning_mgpu.tools import LAST, UsageError
 
 MAY_CHANGE = (
     *("trainer.max_", "trainer.min_", "trainer.enable_progress_bar.", "trainer.accelerator."),

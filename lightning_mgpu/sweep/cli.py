@@ -30,10 +30,9 @@ from optuna.visualization.matplotlib import plot_slice
 
 from lightning_mgpu.cli.options import one_string_per_option, options_by_name
 from lightning_mgpu.cli.yaml_files import read_config, read_default_config
-from lightning_mgpu.runs.checkpoints import LAST
 from lightning_mgpu.runs.directory import flatten
 from lightning_mgpu.runs.metrics import read_rows
-from lightning_mgpu.tools import UsageError, make_parser, program, replacing, run_in_group
+from lightning_mgpu.tools import LAST, UsageError, make_parser, program, replacing, run_in_group
 
 
 def sweep_command(arguments: Sequence[str]) -> None:
