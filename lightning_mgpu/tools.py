@@ -17,6 +17,44 @@ PACKAGE = __package__.partition(".")[0]
 LAST, EXCHANGE = "last.ckpt", "exchange"
 PART = ".part."  # how the name of a file that is not finished begins
 
+RANGES = {  # the smallest and the largest value of an option; Lightning and torch take others
+    "seed_everything": (0, 2**32 - 1),
+    "data.batch_size": (1, 10**9),
+    "data.val_size": (0, 10**9),
+    "data.num_workers": (0, 1024),
+    "model.lr": (0, 10**6),
+    "model.optimizer.lr": (0, 10**6),
+    "model.optimizer.momentum": (0, 1),
+    "model.optimizer.weight_decay": (0, 10**6),
+    "trainer.accumulate_grad_batches": (1, 10**6),
+    "trainer.check_val_every_n_epoch": (1, 10**9),
+    "trainer.devices": (-1, 4096),
+    "trainer.gradient_clip_val": (0, 10**9),
+    "trainer.log_every_n_steps": (0, 10**9),
+    "trainer.max_epochs": (-1, 10**9),
+    "trainer.max_steps": (-1, 10**12),
+    "trainer.num_nodes": (1, 4096),
+    "trainer.num_sanity_val_steps": (-1, 10**9),
+    "trainer.val_check_interval": (1e-9, 10**9),
+    "trainer.strategy.replicas": (1, 4096),
+    "trainer.strategy.every": (1, 10**9),
+    "trainer.strategy.outer_lr": (0, 10**6),
+    "trainer.strategy.outer_momentum": (0, 1),
+    "trainer.strategy.options.fraction": (1e-9, 1),
+    "trainer.strategy.options.rank": (1, 10**6),
+    "batch_size": (1, 10**9),  # from here on those of the other subcommands
+    "count": (1, 10**6),
+    "delay_ms": (0, 60_000),
+    "devices": (1, 64),
+    "machines": (1, 64),
+    "mb": (1e-6, 10**6),
+    "mbit": (1e-3, 10**6),
+    "num_steps": (1, 10**9),
+    "repeats": (1, 10**6),
+    "replicas": (1, 4096),
+    "sizes": (1e-6, 10**5),
+}
+
 
 class UsageError(Exception):
     """A mistake of the user's. The message says what was given, what is allowed, and the fix."""
@@ -71,11 +109,34 @@ def command() -> str:
     return f"python -m {program()}"
 
 
+class CheckingParser(ArgumentParser):
+    """Refuses numbers out of their ranges, and options with nothing behind their `=`."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        for arg in args:
+            if arg[-1:] == "=" and arg[:-1] in self._option_string_actions:
+                raise UsageError(f"{arg} has no value: give one, or leave the option out")
+        found, others = super().parse_known_args(args, namespace)
+        for name in RANGES.keys() & vars(found).keys():
+            values = getattr(found, name)
+            for value in values if isinstance(values, list) else [values]:
+                if value is not None:
+                    check_range(name, value)
+        return found, others
+
+
 def make_parser(name: str, description: str) -> ArgumentParser:
     """A parser for the subcommand `name`; the examples in the description get our own name."""
     text = description.replace(f"python -m {PACKAGE}", command())
     options: Any = {"formatter_class": RawDescriptionHelpFormatter, "allow_abbrev": False}
-    return ArgumentParser(f"{command()} {name}", description=text, **options)
+    return CheckingParser(f"{command()} {name}", description=text, **options)
+
+
+def check_range(option: str, value: Any) -> None:
+    """Raise a UsageError for a number that is out of the option's range, such as `nan`."""
+    low, high = RANGES[option]
+    if not low <= value <= high:
+        raise UsageError(f"--{option}={value}: a number from {low:,} to {high:,}")
 
 
 def did_you_mean(word: Any, known: Iterable[str]) -> str:

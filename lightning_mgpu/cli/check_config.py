@@ -1,4 +1,4 @@
-"""What is refused of a parsed configuration, by one walk over it, before anything is built."""
+"""What is refused of a parsed configuration, before anything is built: calls, and numbers."""
 
 import pydoc
 from inspect import isclass
@@ -6,7 +6,8 @@ from typing import Any
 
 from jsonargparse import set_parsing_settings
 
-from lightning_mgpu.tools import UsageError
+from lightning_mgpu.runs.directory import flatten
+from lightning_mgpu.tools import RANGES, UsageError, check_range
 
 # else `{class_path: subprocess.Popen, ...}` would start a command where a parameter has no type
 set_parsing_settings(instantiate_subclass_spec_in_any=False)
@@ -34,3 +35,12 @@ def is_class(path: Any) -> bool:
         return isclass(getattr(pydoc.locate(module), name, None))
     except pydoc.ErrorDuringImport:
         return False
+
+
+def refuse_numbers(config: dict[str, Any]) -> None:
+    """Refuse numbers out of their option's range, also where Lightning would take them."""
+    for name, value in flatten(config).items():
+        if name in RANGES and isinstance(value, str) and value.isdecimal():
+            value = int(value)  # --trainer.devices=2 is a text
+        if name in RANGES and isinstance(value, (int, float)):
+            check_range(name, value)

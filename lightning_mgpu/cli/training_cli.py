@@ -22,7 +22,7 @@ from torch.distributed import destroy_process_group, is_initialized
 import lightning_mgpu.data
 import lightning_mgpu.models  # noqa: F401 - --model=ResNet18 is found among imported classes
 from lightning_mgpu.callbacks import PredictionWriter, RunOutput, TestPictures
-from lightning_mgpu.cli.check_config import refuse_functions
+from lightning_mgpu.cli.check_config import refuse_functions, refuse_numbers
 from lightning_mgpu.cli.errors import constructor_errors, explain, is_restoring
 from lightning_mgpu.cli.help import OPTIONS
 from lightning_mgpu.cli.options import PATHS, Options, read_options
@@ -99,6 +99,7 @@ class TrainingCLI(LightningCLI):
             raise UsageError(f"--trainer.devices={num}: a number, GPUs such as '[0, 1]', or auto")
         self.config_dump = self.dump(self.config)  # for the model's hyperparameters
         refuse_functions(self.config_dump)
+        refuse_numbers(self.config_dump)
         written = {key: value for key, value in self.config_dump.items() if key not in PATHS}
         self.config_text = dump_config(written)
         if run_dir := self.options.run_dir:

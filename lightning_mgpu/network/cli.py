@@ -20,14 +20,14 @@ from lightning_mgpu.tools import make_parser, program
 def network_command(arguments: list[str]) -> None:
     parser = make_parser("network", __doc__)
     add = parser.add_argument
-    add("--machines", type=int, choices=range(1, 65), metavar="N", default=2)
+    add("--machines", type=int, metavar="N", default=2)
     add("--delay_ms", type=float, default=20, help="from one machine to another")
     add("--mbit", type=float, default=100, help="per second that each can send, and receive")
     add("fit", choices=["fit"], help="and its options")
     add("options", nargs=REMAINDER)
     args = parser.parse_args(arguments)
-    if args.delay_ms < 0 or args.mbit <= 0 or sys.platform != "linux":
-        parser.error("--delay_ms is 0 or more, --mbit is more than 0, and the system is Linux")
+    if sys.platform != "linux":
+        parser.error("network namespaces are Linux's")
     if args.mbit > 500:
         print(f"--mbit={args.mbit:g}: Python carries about 500 each way, so it may be less")
     status, measured = fit(args)

@@ -32,7 +32,15 @@ from lightning_mgpu.cli.options import one_string_per_option, options_by_name
 from lightning_mgpu.cli.yaml_files import read_config, read_default_config
 from lightning_mgpu.runs.directory import flatten
 from lightning_mgpu.runs.metrics import read_rows
-from lightning_mgpu.tools import LAST, UsageError, make_parser, program, replacing, run_in_group
+from lightning_mgpu.tools import (
+    LAST,
+    UsageError,
+    check_range,
+    make_parser,
+    program,
+    replacing,
+    run_in_group,
+)
 
 
 def sweep_command(arguments: Sequence[str]) -> None:
@@ -65,8 +73,10 @@ class Sweep:
                 if "value" in spec:
                     self.shared.append(f"--{option}={as_text(spec['value'])}")
                 else:
-                    self.space[option] = distribution(spec)
-            count, self.method = options.count or yaml.get("run_cap"), yaml["method"]
+                    self.space[option] = distribution(option, spec)
+            if (count := options.count or yaml.get("run_cap")) is not None:
+                check_range("count", count)
+            self.method = yaml["method"]
             if self.method == "grid":  # the last parameter varies fastest
                 self.points = [*itertools.product(*(x.choices for x in self.space.values()))]
                 count = min(count or len(self.points), len(self.points))
@@ -207,7 +217,7 @@ def as_text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def distribution(spec: dict[str, Any]) -> optuna.distributions.BaseDistribution:
+def distribution(option: str, spec: dict[str, Any]) -> optuna.distributions.BaseDistribution:
     if "values" in spec:
         values = spec["values"]
         if any(isinstance(value, (list, dict)) for value in values):  # Optuna hashes values
@@ -216,6 +226,9 @@ def distribution(spec: dict[str, Any]) -> optuna.distributions.BaseDistribution:
     if spec.get("distribution", "log_uniform_values") != "log_uniform_values":
         raise ValueError(f"{spec}: the distribution can be log_uniform_values, or left out")
     low, high, is_log = spec["min"], spec["max"], "distribution" in spec
+    if not (math.isfinite(low) and math.isfinite(high) and low < high) or (is_log and low <= 0):
+        told = "min is below max, both are finite, and above 0 for log_uniform_values"
+        raise ValueError(f"--{option}: {spec}: {told}")
     if isinstance(low, int) and isinstance(high, int) and not is_log:
         return IntDistribution(low, high)
     return FloatDistribution(low, high, log=is_log)

@@ -59,6 +59,17 @@ MISTAKES = {  # a command line, and what its lines must say
     "runs cut": ("metrics.csv is not a CSV file", "move it away"),
     "runs nowhere": ("nowhere: no run is in it",),
 }
+NUMBERS = (  # an option with a number that it cannot have
+    *("fit --trainer.accumulate_grad_batches=-1", "fit --trainer.val_check_interval=0"),
+    *("fit --trainer.check_val_every_n_epoch=0", "fit --trainer.devices=1000000000000"),
+    *("fit --data.batch_size=0", "fit --data.val_size=-1", "fit --model.lr=.nan"),
+    *("fit --model.lr=.inf", "fit --model.lr=1.0e+300", "fit --seed_everything=-1"),
+    "fit --trainer.strategy=exchange_diloco --trainer.strategy.outer_lr=.nan",
+    "fit --trainer.strategy=exchange_diloco --trainer.strategy.every=0",
+    *("allreduce ring --mb=nan", "allreduce ring --mb=1e+300", "allreduce ring --devices=65"),
+    *("benchmark --sizes=inf", "benchmark --batch_size=0", "benchmark --run_dir=r --repeats=0"),
+    *("network fit --delay_ms=nan", "network fit --mbit=inf", "network fit --machines=0"),
+)
 FILES = {
     "used/a_file": "",
     "broken.yaml": "trainer: [1, {\n",
@@ -112,6 +123,19 @@ def test_mistake_ends_in_a_few_lines(
     assert lines.count("\n") <= 6 and "Traceback" not in err, err
     assert all(words in lines for words in MISTAKES[args]), err
     assert [path for path in sorted(here.glob("*")) if "cache" not in path.name] == before
+
+
+@pytest.mark.parametrize("args", NUMBERS)
+def test_a_number_that_is_none(
+    args: str, tmp_path: Path, main: Callable, capfd: pytest.CaptureFixture
+) -> None:
+    """The line has the option, its value and what is allowed."""
+    subcommand, *others = args.split()
+    assert main(subcommand, *sorted(others, key=lambda word: word == "fit")) == 2
+    option = others[-1].partition("=")[0]
+    err = capfd.readouterr().err
+    assert f"error: {option}=" in err and ": a number from " in err and err.count("\n") == 1
+    assert not [*tmp_path.glob("r*")]
 
 
 OWN = """

@@ -217,8 +217,8 @@ def namespaces() -> set[str]:
 @pytest.mark.parametrize(
     ("args", "told"),
     [
-        (("--delay_ms=-1", "fit"), "--delay_ms is 0 or more"),
-        (("--machines=0", "fit"), "--machines: invalid choice: 0"),
+        (("--delay_ms=-1", "fit"), "--delay_ms=-1.0: a number from 0 to 60,000"),
+        (("--machines=0", "fit"), "--machines=0: a number from 1 to 64"),
         (("test",), "argument fit: invalid choice: 'test'"),
     ],
 )
