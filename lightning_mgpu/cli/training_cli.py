@@ -30,7 +30,7 @@ from lightning_mgpu.cli.yaml_files import dump_config
 from lightning_mgpu.devices import devices
 from lightning_mgpu.processes import ProcessEnded
 from lightning_mgpu.runs import checkpoints
-from lightning_mgpu.runs.directory import MODEL, RUN_DIR_ENV, name_run_dir
+from lightning_mgpu.runs.directory import MODEL, RUN_DIR_ENV, flatten, name_run_dir
 from lightning_mgpu.runs.metrics import NoLogger, summarize
 from lightning_mgpu.runs.record import RunRecord, fingerprint
 from lightning_mgpu.runs.resume import find_last, refuse_changes
@@ -118,7 +118,17 @@ class TrainingCLI(LightningCLI):
             return self.parser.parse_args([f"--config={base}", *args])
         except ArgumentError as error:
             known = [*self.parser._option_string_actions, *(name.split()[0] for name in OPTIONS)]
+            known += self.options_of_classes(base, args)
             raise UsageError(explain(str(error), self.options.given, known)) from error
+
+    def options_of_classes(self, base: str, args: list[str]) -> list[str]:
+        """The options that the classes given take, found without the others, such as a wrong one."""
+        is_class = re.compile("--(model|data|trainer.strategy|model.optimizer|model.lr_scheduler)=")
+        try:
+            config = self.parser.parse_args([f"--config={base}", *filter(is_class.match, args)])
+        except ArgumentError:
+            return []
+        return [f"--{name}" for name in flatten(self.dump(config))]
 
     def instantiate_classes(self) -> None:
         """Nothing: LightningCLI calls it when the options are parsed; `build` comes later."""

@@ -23,6 +23,12 @@ MISTAKES = {  # a command line, and what its lines must say
     "fitt": ("no subcommand 'fitt': take fit, validate, test, predict, export",),
     "fit --trainer.devcies=2": ("--trainer.devcies=2", "did you mean --trainer.devices?"),
     "fit --batch_size=3": ("did you mean --data.batch_size?",),
+    "fit --model=ResNet18 --model.widht=3": ("=3:", "did you mean --model.width?"),
+    "fit --data.batch_sizes=3": ("=3:", "did you mean --data.batch_size?"),
+    "fit --trainer.strategy=manual_allreduce --trainer.strategy.replica=2": (
+        *("--trainer.strategy.replica=2", "did you mean --trainer.strategy.replicas?"),
+    ),
+    "fit --model.optimizer=SGD --model.optimizer.momentun=1": ("--model.optimizer.momentum?",),
     "fit --config key.yaml": ("--trainer.max_epoch", "did you mean --trainer.max_epochs?"),
     "fit --model=LeNot": ("--model=LeNot", "LeNet, ResNet18, or a path: my_package."),
     "fit --model=nowhere.Net": ("--model=nowhere.Net", "No module named 'nowhere'"),
