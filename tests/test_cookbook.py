@@ -5,11 +5,13 @@ Torchvision's file of weights is one of random numbers.
 """
 
 import csv
+import importlib
 import re
 import runpy
 import shlex
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -96,8 +98,21 @@ def test_every_block_runs(
         assert torch.equal(weight, pretrained["conv1.weight"]) == is_equal
 
     run_notebook(FILES["my_notebook.py"], root)
-    classify = runpy.run_path("my_classify.py")["classify"]
-    torch.testing.assert_close(classify(torch.rand(7, 1, 28, 28)).sum(dim=1), torch.ones(7))
+    check_exports()
+
+
+def check_exports() -> None:
+    """Batches and texts of other sizes than the examples; ONNX where it is installed."""
+    exported: Any = importlib.import_module("my_export")
+    X, texts = torch.rand(7, 1, 28, 28), torch.ones(2, 29, dtype=torch.long)
+    probabilities = importlib.import_module("my_classify").classify(X)
+    torch.testing.assert_close(probabilities.sum(dim=1), torch.ones(7))
+    torch.testing.assert_close(exported.loaded(X).softmax(dim=1), probabilities)
+    text_logits = exported.text_program.module()(texts)
+    torch.testing.assert_close(text_logits, exported.text_model(texts))
+    if find_spec("onnxscript"):
+        importlib.import_module("my_onnx")
+        assert Path("model.onnx").stat().st_size > 4 * 60_000, "LeNet's weights are in it"
 
 
 def run_notebook(code: str, root: Path) -> None:

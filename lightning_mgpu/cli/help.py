@@ -7,7 +7,6 @@ from lightning_mgpu.tools import command
 
 TRAINER_SUBCOMMANDS = ("fit", "validate", "test", "predict")  # the LightningCLI's
 TOOLS = {  # the functions that the others call with their arguments
-    "export": "lightning_mgpu.cli.export:export_command",
     "sweep": "lightning_mgpu.sweep.cli:sweep_command",
     "benchmark": "lightning_mgpu.benchmark.cli:benchmark_command",
     "runs": "lightning_mgpu.cli.list_runs:runs_command",

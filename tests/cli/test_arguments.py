@@ -94,7 +94,7 @@ def test_shipped_config_parses_and_names_its_command(path: Path, config: Config)
 def test_help_shows_the_options_people_use_first(main: Callable, capfd: Any) -> None:
     text = str(short_help(["fit", "--help"]))
     assert text.count("\n") <= 24 and max(map(len, text.splitlines())) <= 120
-    assert str(short_help([])).startswith("usage: ") and "export" in str(short_help(["--help"]))
+    assert str(short_help([])).startswith("usage: ") and ", runs, " in str(short_help(["--help"]))
     for args, word in {
         ("fit", "--help"): "--trainer.devices N",
         ("fit", "--help.all"): "--trainer.gradient_clip_val",
@@ -118,4 +118,4 @@ def test_help_does_not_wait_for_torch(command: Any) -> None:
 
 def test_a_directory_that_was_deleted_is_not_offered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(cli_help.TOOLS, "gone", "lightning_mgpu.no_such_directory.cli:command")
-    assert {"fit", "export"} <= {*subcommands()} and "gone" not in subcommands()
+    assert {"fit", "runs"} <= {*subcommands()} and "gone" not in subcommands()

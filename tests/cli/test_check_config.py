@@ -111,7 +111,6 @@ def test_a_class_is_made_only_where_a_type_names_one(
     [
         *("fit --config=a/config.yaml", "fit --resume=a", "fit --weights=a/checkpoints/a.ckpt"),
         *(f"{name} --ckpt_path=a/checkpoints/a.ckpt" for name in ("test", "predict", "validate")),
-        "export --ckpt_path=a/checkpoints/a.ckpt --output=a.pt2",
     ],
 )
 def test_a_strangers_run_directory(

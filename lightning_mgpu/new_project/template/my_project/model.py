@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import torch
 from lightning_mgpu.models import Classifier
 from torch import nn
 from torchmetrics import MetricCollection
@@ -22,7 +21,6 @@ class MyModel(Classifier):
 
     def __init__(self, width: int = 16, num_classes: int = 10, **kwargs: Any) -> None:
         super().__init__(num_classes=num_classes, **kwargs)
-        self.example_input_array = torch.zeros(1, 1, 28, 28)  # `export` asks for it
         self.net = nn.Sequential(
             nn.Conv2d(1, width, kernel_size=5, stride=2),  # (N, width, 12, 12)
             nn.ReLU(),
