@@ -1,4 +1,4 @@
-"""Pictures of a classifier's test: a confusion matrix, and images with predictions."""
+"""Pictures of a classifier's test: a confusion matrix, and images with wrong predictions."""
 
 from collections.abc import Mapping
 from contextlib import suppress
@@ -19,7 +19,7 @@ NUM_IMAGES, MAX_CLASSES = 24, 50  # of predictions.png; of a confusion matrix
 
 
 class TestPictures(Callback):
-    """Draws a confusion matrix (`confusion.png`) and test images, mistakes first.
+    """Draws a confusion matrix (`confusion.png`) and the first mistakes (`predictions.png`).
 
     Needs batches (X, y), or those of a `Classifier`, with labels y (N,), where -100 is ignored,
     and a `test_step` that returns a dict with `logits` (N, C); one logit is two classes. Images X
@@ -27,7 +27,10 @@ class TestPictures(Callback):
     """
 
     confusion: Matrix | None = None
-    images: list[Tensor] | None = None  # keys, X, labels, predictions
+    mistakes: list[tuple[Tensor, int, int]]  # the image, its label, the prediction
+
+    def on_test_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.mistakes = []
 
     def on_test_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, *at: int
@@ -52,12 +55,10 @@ class TestPictures(Callback):
                 self.confusion.update(logits.detach(), y)
         with errors_as_warnings("predictions.png"):
             if isinstance(X, Tensor) and X.ndim == 4 and X.shape[1] in (1, 3):
-                # a sample of the mistakes, then one of the rest
-                keys = torch.rand(len(X), generator=torch.Generator().manual_seed(at[0]))
-                found = logits.argmax(1)
-                keys = keys.to(X.device) + ((found == y) | (y == IGNORED_LABEL))
-                new = [tensor.cpu() for tensor in smallest_keys([keys, X, y, found])]
-                self.images = smallest_keys(self.images, new)
+                found, room = logits.argmax(1), NUM_IMAGES - len(self.mistakes)
+                is_wrong = (found != y) & (y != IGNORED_LABEL)
+                for i in is_wrong.nonzero().flatten()[:room].tolist():
+                    self.mistakes.append((X[i].cpu(), int(y[i]), int(found[i])))
 
     def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         title = ""
@@ -72,37 +73,26 @@ class TestPictures(Callback):
                 axes.tick_params("x", rotation=90)
                 axes.tick_params("y", rotation=0)
                 save_picture(trainer, figure, "confusion.png")
-        if self.images is not None and trainer.is_global_zero:
+        if self.mistakes and trainer.is_global_zero:
             with errors_as_warnings("predictions.png"):
-                _, X, y, found = self.images
-                figure = plot_predictions(X, y, found, self.names)
+                figure = plot_mistakes(self.mistakes, self.names)
                 figure.suptitle(title)
                 save_picture(trainer, figure, "predictions.png")
-        self.images = None
 
 
-def smallest_keys(*samples: list[Tensor] | None) -> list[Tensor]:
-    """Of samples [keys (n,), ...] those with the smallest keys, in their order."""
-    tensors = [torch.cat(parts) for parts in zip(*filter(None, samples))]
-    at = tensors[0].argsort()[:NUM_IMAGES]
-    return [tensor[at] for tensor in tensors]
-
-
-def plot_predictions(X: Tensor, y: Tensor, found: Tensor, names: list[str]) -> Figure:
-    """Images (N, 1 or 3, H, W) in rows of eight; wrong predictions are red."""
-    X = X.float()
+def plot_mistakes(mistakes: list[tuple[Tensor, int, int]], names: list[str]) -> Figure:
+    """Images (1 or 3, H, W) in rows of eight, with predictions and labels."""
+    X = torch.stack([image for image, *_ in mistakes]).float()
     if X.min() < 0 or X.max() > 1:  # as after `Normalize`; all images have one range
         low, high = X.amin((0, 2, 3), keepdim=True), X.amax((0, 2, 3), keepdim=True)
         X = (X - low) / (high - low).clamp(min=1e-9)
     num_rows = -(-len(X) // 8)
     figure = Figure(figsize=(12, 2 * num_rows), layout="constrained")
-    for i, (image, label, guess) in enumerate(zip(X, y.tolist(), found.tolist())):
+    for i, (image, (_, label, found)) in enumerate(zip(X, mistakes)):
         axes = figure.add_subplot(num_rows, 8, i + 1)
         axes.imshow(image.permute(1, 2, 0).numpy(), cmap="gray", vmin=0, vmax=1)
         axes.set_axis_off()
-        is_right = label in (guess, IGNORED_LABEL)
-        title = names[guess] + ("" if is_right else f"\n(is: {names[label]})")
-        axes.set_title(title, fontsize=9, color="black" if is_right else "red")
+        axes.set_title(f"{names[found]}\n(is: {names[label]})", fontsize=9)
     return figure
 
 
