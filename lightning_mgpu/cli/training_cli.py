@@ -103,8 +103,6 @@ class TrainingCLI(LightningCLI):
         written = {key: value for key, value in self.config_dump.items() if key not in PATHS}
         self.config_text = dump_config(written)
         if run_dir := self.options.run_dir:
-            if "BatchSizeFinder" in self.config_text:
-                raise UsageError("--resume: no file has the batch size found: start a new run")
             refuse_changes(run_dir, self.dump(self.parse([])), self.config_dump)
 
     def dump(self, config: Namespace) -> dict[str, Any]:
@@ -182,8 +180,11 @@ class TrainingCLI(LightningCLI):
         """A Trainer with the user's callbacks and loggers and those of a run."""
         users, is_dev_run = as_list(options.callbacks), bool(options.fast_dev_run)
         loggers = [each for each in as_list(options.logger) if isinstance(each, Logger)]
-        if self.ckpt_path:  # which has the rate found
-            users = [each for each in users if not isinstance(each, callbacks.LearningRateFinder)]
+        for each in users if self.ckpt_path and self.method == "fit" else ():
+            if isinstance(each, callbacks.LearningRateFinder | callbacks.BatchSizeFinder):
+                why = f"a {type(each).__name__} would search again, with trained weights"
+                fix = f"take what it found as a flag of a new run, and --weights={self.ckpt_path}"
+                raise UsageError(f"--resume: {why}: {fix}")
         bars = [sys.stdout.isatty(), *(isinstance(each, callbacks.ProgressBar) for each in users)]
         ours = {
             callbacks.LearningRateMonitor(): options.logger is not False and self.method == "fit",

@@ -164,26 +164,21 @@ def test_what_no_yaml_says_by_itself(
     assert main("test", "--ckpt_path=a/checkpoints/last.ckpt", "--run_dir=c") == 0
 
 
-FINDER = ("--trainer.callbacks+=LearningRateFinder", "--trainer.callbacks.attr_name=rate")
-
-
 def test_lightnings_finders(fit: Callable[..., int], tmp_path: Path, capfd: Any) -> None:
-    """The run is one with the rate found; its own steps are not the run's."""
-    search = (*FINDER, "--trainer.callbacks.num_training_steps=8", "--trainer.max_epochs=2")
+    """The run is one with the rate found; its own steps are not the run's. It is not resumed."""
+    finder = ("--trainer.callbacks+=LearningRateFinder", "--trainer.callbacks.attr_name=rate")
+    search = (*finder, "--trainer.callbacks.num_training_steps=8", "--trainer.max_epochs=2")
     assert fit(*search, "--run_dir=found") == 0
     out = capfd.readouterr().out
     assert "\nepoch 1/2 " in out and "ckpt:" not in out
     rate = next(row["lr-SGD"] for row in metrics(tmp_path / "found") if row["lr-SGD"])
     assert fit(f"--model.lr={rate}", "--trainer.max_epochs=2", "--run_dir=given") == 0
     assert equal(last(tmp_path / "found")["state_dict"], last(tmp_path / "given")["state_dict"])
-    assert fit(*search, "--run_dir=stopped", stop="1,1") == 130
-    assert fit("--resume=stopped") == 0
-    assert_same(tmp_path / "found", tmp_path / "stopped")
-    size = ("--trainer.callbacks+=BatchSizeFinder", "--trainer.callbacks.max_trials=1")
-    assert fit(*size, "--trainer.max_epochs=1", "--run_dir=size") == 0
-    capfd.readouterr()
-    assert fit("--resume=size") == 2
-    assert "no file has the batch size found" in capfd.readouterr().err
+    before = (tmp_path / "found" / "run.json").read_text()
+    assert fit("--resume=found") == 2
+    err = capfd.readouterr().err
+    assert "--resume: a LearningRateFinder would search again" in err and err.count("\n") == 1
+    assert (tmp_path / "found" / "run.json").read_text() == before
 
 
 @pytest.mark.parametrize(
