@@ -41,6 +41,7 @@ def wait(meeting: Any, late: Callable[[], Sequence[int]]) -> None:
     """
     timeout, cells = meeting.timeout, meeting.cells
     start = looked = time.monotonic()
+    cpu_seconds = time.thread_time()
     while late():
         now = time.monotonic()
         is_brief = now < start + 0.05  # later another program may use the core
@@ -61,6 +62,7 @@ def wait(meeting: Any, late: Callable[[], Sequence[int]]) -> None:
             if meeting.rank != first:  # it says so
                 raise ProcessEnded(f"process {first} {ENDED}")
             raise ProcessEnded(f"waited {timeout:.0f} s (`timeout`) for process {who}. {CAUSES}")
+    meeting.cpu_seconds_in_wait += time.thread_time() - cpu_seconds
 
 
 def handle_signals(trainer: Any) -> None:
@@ -68,13 +70,13 @@ def handle_signals(trainer: Any) -> None:
 
     The first process passes the signal on to those that it has started. Each ends after its batch.
     """
-    environment = trainer.strategy.cluster_environment
+    environment = trainer.meeting.cluster_environment
     if trainer.world_size > 1 and getattr(environment, "auto_requeue", False):
         raise MisconfigurationException(
             "SLURM's auto_requeue saves a checkpoint within a step, where processes may wait for "
             "each other: plugins=SLURMEnvironment(auto_requeue=False)."
         )
-    connector, launcher = trainer._signal_connector, trainer.strategy.launcher
+    connector, launcher = trainer._signal_connector, trainer.meeting.launcher
 
     def note(number: int, frame: Any) -> None:
         if not connector.received_sigterm and launcher is not None:

@@ -35,6 +35,7 @@ class Meeting:
     """
 
     cells: "Cells | None" = None  # in one machine
+    cpu_seconds_in_wait = 0.0  # of the thread that waits for other processes
 
     def __init__(self, rank: int, size: int, group: Any, timeout: float, trainer: Any) -> None:
         self.rank, self.size, self.group, self.timeout = rank, size, group, timeout
