@@ -46,6 +46,7 @@ RANGES = {  # the smallest and the largest value of an option; Lightning and tor
     "count": (1, 10**6),
     "delay_ms": (0, 60_000),
     "devices": (1, 64),
+    "faster": (1e-3, 10**4),
     "machines": (1, 64),
     "mb": (1e-6, 10**6),
     "mbit": (1e-3, 10**6),
@@ -53,6 +54,7 @@ RANGES = {  # the smallest and the largest value of an option; Lightning and tor
     "repeats": (1, 10**6),
     "replicas": (1, 4096),
     "sizes": (1e-6, 10**5),
+    "slow": (1, 10**4),
 }
 
 
@@ -120,7 +122,7 @@ class CheckingParser(ArgumentParser):
         for name in RANGES.keys() & vars(found).keys():
             values = getattr(found, name)
             for value in values if isinstance(values, list) else [values]:
-                if value is not None:
+                if isinstance(value, (int, float)):  # others are lists as text, and checked later
                     check_range(name, value)
         return found, others
 

@@ -1,51 +1,95 @@
 """How long is a step on several machines? Here each is a network namespace of this one.
 
     python -m lightning_mgpu network --machines 2 --delay_ms 20 --mbit 100 fit [options]
+    python -m lightning_mgpu network --machines 3 --delay_ms 1,1,40 --mbit 1000,1000,50 fit
 
 A machine has one CPU process, which reaches the other machines and nothing else. At the end a table
 says what each has sent, and how long a step took, without the first 32.
 """
 
+import json
 import os
+import shlex
 import signal
 import sys
+import time
 from argparse import REMAINDER, Namespace
+from contextlib import suppress
+from pathlib import Path
 from subprocess import Popen
 from tempfile import TemporaryFile
+from typing import IO
 
 from lightning_mgpu.network import clock, links
-from lightning_mgpu.tools import make_parser, program
+from lightning_mgpu.tools import LAST, check_range, command, make_parser, program
+
+LISTS = ("delay_ms", "mbit", "slow")  # options with a value for each machine, or for all
 
 
 def network_command(arguments: list[str]) -> None:
     parser = make_parser("network", __doc__)
     add = parser.add_argument
     add("--machines", type=int, metavar="N", default=2)
-    add("--delay_ms", type=float, default=20, help="from one machine to another")
-    add("--mbit", type=float, default=100, help="per second that each can send, and receive")
+    add("--faster", type=float, default=1.0, help="by this factor than a core of this machine")
+    add("--delay_ms", default="20", help="from one machine to another: half of it at each end")
+    add("--mbit", default="100", help="per second that each can send, and receive")
+    add("--slow", default="1", help="by this factor a machine computes more slowly")
     add("fit", choices=["fit"], help="and its options")
     add("options", nargs=REMAINDER)
     args = parser.parse_args(arguments)
+    for name in LISTS:
+        try:
+            values = links.spread(getattr(args, name), args.machines)
+        except ValueError as error:
+            parser.error(f"--{name}: {error}")
+        for value in values:
+            check_range(name, value)
+        setattr(args, name, values)
     if sys.platform != "linux":
         parser.error("network namespaces are Linux's")
-    if args.mbit > 500:
-        print(f"--mbit={args.mbit:g}: Python carries about 500 each way, so it may be less")
-    status, measured = fit(args)
-    if any(total for total, *_ in measured):
+    if (rate := max(args.mbit) / args.faster) > 500:
+        print(f"--mbit: {rate:g} here, and Python carries about 500 each way, so it may be less")
+    with TemporaryFile("a+b", buffering=0) as file:
+        status = fit(args, file)
+        print_table(args, file)
         if status:
-            print(f"--resume here needs --trainer.num_nodes=1 --trainer.devices={args.machines}")
-        print("| machine | MB sent | MB per step | link busy | ms per step | median |")
-        print("| --- | ---: | ---: | ---: | ---: | ---: |")
-        for i, (total, mb, ms, median) in enumerate(measured):
-            busy = 800e3 * mb / ms / args.mbit
-            print(f"| {i} | {total:.2f} | {mb:.4f} | {busy:.0f} % | {ms:.1f} | {median:.1f} |")
+            print(how_to_go_on(args.machines, clock.read_run(file)))
     sys.exit(status)
 
 
-def fit(args: Namespace) -> tuple[int, list[tuple[float, ...]]]:
-    """Train on machines; returns the exit status, and what `read_steps` says of each machine."""
+def print_table(args: Namespace, file: IO[bytes]) -> None:
+    """Print what the machines' StepClocks have written, if they have."""
+    measured = [clock.read_steps(file, i) for i in range(args.machines)]
+    if not any(total for total, *_ in measured):
+        return
+    print("| machine | MB sent | MB per step | link busy | ms per step | median |")
+    print("| --- | ---: | ---: | ---: | ---: | ---: |")
+    for i, (total, mb, *times, _) in enumerate(measured):
+        ms, median = (each / args.faster for each in times)
+        busy = 800e3 * mb / ms / args.mbit[i]
+        print(f"| {i} | {total:.2f} | {mb:.4f} | {busy:.0f} % | {ms:.1f} | {median:.1f} |")
+    if args.faster != 1:
+        print(f"Times in this table are divided by {args.faster:g}; all others are measured here.")
+    shares = [f"machine {i} had {had:.2f}" for i, (*_, had) in enumerate(measured) if had < 0.9]
+    if shares:
+        advice = "take fewer machines or OMP_NUM_THREADS, or end other programs"
+        print(f"Cores are short, so do not trust the times: {', '.join(shares)} of one; {advice}.")
+
+
+def how_to_go_on(machines: int, run: Path | None) -> str:
+    if run is None or not (run / "checkpoints" / LAST).is_file():
+        return "start again"
+    on_one = f"without network, add --trainer.num_nodes=1 --trainer.devices={machines}"
+    resume = f"network --machines={machines} fit --resume={shlex.quote(os.path.relpath(run))}"
+    return f"go on with: {command()} {resume} ({on_one})"
+
+
+def fit(args: Namespace, file: IO[bytes]) -> int:
+    """Train on machines, whose StepClocks write to `file`; returns the exit status."""
+    network = {name: getattr(args, name) for name in ("machines", "faster", *LISTS)}
     line = [sys.executable, "-I", "-S", links.__file__, str(os.getpid()), str(args.machines)]
-    line += [str(args.delay_ms), str(args.mbit), sys.executable, "-m", program(), "fit"]
+    line += [str(args.faster), *(",".join(map(str, network[n])) for n in ("delay_ms", "mbit"))]
+    line += [sys.executable, "-m", program(), "fit"]
     line += [f"--trainer.num_nodes={args.machines}", "--trainer.devices=1"]
     line += ["--trainer.accelerator=cpu", *args.options]
     if not any(option.startswith("--resume") for option in args.options):  # else the run has it
@@ -55,11 +99,28 @@ def fit(args: Namespace) -> tuple[int, list[tuple[float, ...]]]:
     ranks = {"WORLD_SIZE": str(args.machines), "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     ranks |= {"MASTER_ADDR": links.ADDRESSES[0], "MASTER_PORT": "29500"}  # as torchrun sets them
     ranks |= {"TORCHELASTIC_RUN_ID": "network", "GLOO_SOCKET_IFNAME": links.DEVICE}
-    with TemporaryFile("a+b", buffering=0) as file:
-        env = {**usual, **os.environ, **ranks, clock.CLOCK: str(file.fileno())}
-        with Popen(line, env=env, pass_fds=[file.fileno()], start_new_session=True) as link:
+    own = {clock.CLOCK: str(file.fileno()), clock.NETWORK: json.dumps(network)}
+    env = {**usual, **os.environ, **ranks, **own}
+    with Popen(line, env=env, pass_fds=[file.fileno()], start_new_session=True) as link:
+        while link.poll() is None:
             try:
-                link.wait()
+                wake(link)
+                time.sleep(0.5)
             except KeyboardInterrupt:  # the first machine's process says how to go on
                 link.send_signal(signal.SIGINT)
-        return link.returncode, [clock.read_steps(file, i) for i in range(args.machines)]
+                link.send_signal(signal.SIGCONT)
+    if link.returncode >= 0:
+        return link.returncode
+    print(f"the link process, {links.describe_status(link.returncode)}: its machines ended with it")
+    return 128 - link.returncode
+
+
+def wake(link: Popen) -> None:
+    """Let a link process that was stopped go on when its machines have ended: it says how."""
+    with suppress(OSError):
+        machines = Path(f"/proc/{link.pid}/task/{link.pid}/children").read_text().split()
+        files = [Path(f"/proc/{each}/stat") for each in (link.pid, *machines)]
+        mine, *states = [file.read_text().rpartition(") ")[2][0] for file in files]
+        if mine == "T" and {*states} <= {"Z"}:
+            print("the link process had been stopped, by a signal", flush=True)
+            link.send_signal(signal.SIGCONT)

@@ -1,4 +1,7 @@
-"""Runs a command on several machines: `python -I links.py PARENT NUM DELAY_MS MBIT COMMAND...`.
+"""Runs a command on machines: `python -I links.py PARENT NUM FASTER DELAY_MS MBIT COMMAND...`.
+
+DELAY_MS and MBIT are one value, or one per machine (1,1,40). FASTER multiplies delays and divides
+rates, as if machines computed faster. Half of a delay is at the end that sends.
 
 A machine is a network namespace with a TUN device. Packets are read from one machine's device and
 written to another's when a link would have brought them. Only a process without threads can make a
@@ -15,6 +18,7 @@ import struct
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
 from tempfile import TemporaryFile
@@ -43,7 +47,21 @@ def make_user_namespace() -> None:
         Path(f"/proc/self/{name}").write_text(text)
 
 
-def enter_machine(machine: int) -> int:
+def spread(text: str, num: int) -> list[float]:
+    """The values of `num` machines: a number for all, or one per machine, separated by commas."""
+    values = [float(each) for each in text.split(",")]
+    if len(values) not in (1, num):
+        raise ValueError(f"{text}: take one value, or {num}, separated by commas")
+    return values * num if len(values) == 1 else values
+
+
+def describe_status(status: int | None) -> str:
+    """As a user reads it: a negative one is that of a signal."""
+    name = f" ({signal.Signals(-status).name})" if status and status < 0 else ""
+    return f"exit status {status}{name}"
+
+
+def enter_machine(machine: int, faster: float) -> int:
     """Go to a new network namespace, where this process starts others now; returns its device."""
     call("unshare", NEW_NETWORK)
     tun = os.open("/dev/net/tun", os.O_RDWR)  # the device goes when this is closed
@@ -58,6 +76,10 @@ def enter_machine(machine: int) -> int:
             (SET_FLAGS, "lo", struct.pack("H", UP)),
         ):
             fcntl.ioctl(any_socket, request, struct.pack("16s24s", device.encode(), value))
+    settings = {"tcp_rto_min_us": round(200_000 * faster), "tcp_slow_start_after_idle": 0}
+    for name, number in settings.items() if faster != 1 else ():
+        with suppress(OSError):  # of other kernels, and read-only in some containers
+            Path(f"/proc/sys/net/ipv4/{name}").write_text(str(number))
     return tun
 
 
@@ -73,32 +95,34 @@ def send(tun: int, inboxes: dict[bytes, Inbox], bytes_per_second: float, delay: 
         time.sleep(max(0.0, leaves - now - 0.02))  # early, as a sleep may take longer than asked
 
 
-def receive(tun: int, inbox: Inbox, bytes_per_second: float) -> None:
+def receive(tun: int, inbox: Inbox, bytes_per_second: float, delay: float) -> None:
     """Packets of several machines share the rate at which this one receives."""
     received = 0.0
     while True:
         arrives, packet = inbox.get()
-        received = max(arrives, received + len(packet) / bytes_per_second)
+        received = max(arrives + delay, received + len(packet) / bytes_per_second)
         time.sleep(max(0.0, received - time.monotonic()))
         os.write(tun, packet)
 
 
-def run(num: int, delay: float, bytes_per_second: float, command: list[str]) -> int:
+def run(delays: list[float], rates: list[float], faster: float, command: list[str]) -> int:
     """Run a command on each machine, of which the first writes to the terminal."""
     if os.geteuid():
         make_user_namespace()
+    num = len(delays)
     outputs, tuns, workers = [TemporaryFile() for _ in range(num)], [], []  # noqa: SIM115
     options: Any = {"preexec_fn": lambda: call(*END_WITH_PARENT), "close_fds": False}
     for machine, output in enumerate(outputs):
-        tuns.append(enter_machine(machine))
+        tuns.append(enter_machine(machine, faster))
         options["env"] = {**os.environ, **dict.fromkeys(("RANK", "GROUP_RANK"), str(machine))}
         files: Any = {"stdout": output, "stderr": output} if machine else {}
         workers.append(subprocess.Popen(command, **files, **options))
     signal.signal(signal.SIGINT, lambda *_: workers[0].send_signal(signal.SIGINT))
     inboxes = {socket.inet_aton(each): Inbox() for each in ADDRESSES[:num]}
-    for tun, inbox in zip(tuns, inboxes.values()):
-        Thread(target=send, args=(tun, inboxes, bytes_per_second, delay), daemon=True).start()
-        Thread(target=receive, args=(tun, inbox, bytes_per_second), daemon=True).start()
+    for tun, inbox, delay, rate in zip(tuns, inboxes.values(), delays, rates):
+        link = rate / faster * 1e6 / 8, faster * delay / 1e3 / 2
+        Thread(target=send, args=(tun, inboxes, *link), daemon=True).start()
+        Thread(target=receive, args=(tun, inbox, *link), daemon=True).start()
     while workers[0].poll() is None and not any(each.poll() for each in workers):
         time.sleep(0.05)
     # the others fail with the first; without a failure, Weights & Biases may take half a minute
@@ -110,17 +134,27 @@ def run(num: int, delay: float, bytes_per_second: float, command: list[str]) -> 
         if is_late or (status and (machine or status < 0)):  # else the first has said it itself
             output.seek(0)
             lines = output.read().decode(errors="replace").splitlines()[-10:]
-            print(f"machine {machine}, exit status {status}:", *lines, sep="\n  ")
-    print(f"The links took {time.process_time():.1f} s of CPU time.", flush=True)
+            print(f"machine {machine}, {describe_status(status)}:", *lines, sep="\n  ")
+    used, waited = time.process_time(), seconds_without_core("task/*/schedstat")
+    short = f", and had no core for {waited:.1f} s: if machines had theirs, take a larger --faster"
+    print(f"The links took {used:.1f} s of CPU time{short * (used < 9 * waited)}.", flush=True)
     return next(filter(None, statuses), int(None in statuses))
 
 
+def seconds_without_core(pattern: str) -> float:
+    """How long threads of this process could have run and had no core, by files of the system."""
+    files = Path("/proc/self").glob(pattern)
+    return sum(int(file.read_text().split()[1]) for file in files) / 1e9
+
+
 if __name__ == "__main__":
-    parent, num, delay_ms, mbit, *command = sys.argv[1:]
+    parent, num, faster, delay_ms, mbit, *command = sys.argv[1:]
     call(*END_WITH_PARENT)
     if os.getppid() != int(parent):
         sys.exit("the parent has ended")
     try:
-        sys.exit(run(int(num), float(delay_ms) / 1e3, float(mbit) * 1e6 / 8, command))
+        delays, rates = spread(delay_ms, int(num)), spread(mbit, int(num))
+        status = run(delays, rates, float(faster), command)
+        sys.exit(status if status >= 0 else 128 - status)  # as a shell has it
     except OSError as error:
         sys.exit(f"error: {error} (machines need /dev/net/tun, and root or user namespaces)")

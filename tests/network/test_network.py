@@ -18,8 +18,8 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from lightning_mgpu.network import cli
-from lightning_mgpu.network.clock import WARM_UP, read_steps
+from lightning_mgpu.network import cli, clock
+from lightning_mgpu.network.clock import WARM_UP, read_run, read_steps
 
 REPOSITORY = Path(__file__).parents[2]
 LINKS = REPOSITORY / "lightning_mgpu" / "network" / "links.py"
@@ -30,6 +30,7 @@ FIT = (
     "--trainer.strategy.replicas=4",
 )
 FEW = "--trainer.limit_train_batches=12"
+IMPATIENT = "--trainer.strategy.timeout=0:0:15"
 FAST = ("network", "--delay_ms=0.5", "--mbit=500")
 ON_ONE = ("--trainer.accelerator=cpu", "--trainer.num_nodes=1", "--trainer.devices=2")
 # machine 0 times round trips and then pieces of 2 MB; machine 1 sends back, and then sends
@@ -72,7 +73,7 @@ def run_on_links(*args: Any) -> subprocess.CompletedProcess[str]:
 @pytest.fixture(scope="session")
 def machines() -> None:
     """Skips where none can be made; the program says in one line what is missing."""
-    done = run_on_links(2, 0, 100, "true")
+    done = run_on_links(2, 1, 0, 100, "true")
     if done.returncode:
         assert re.fullmatch(r"error: .* \(machines need /dev/net/tun, and .*\)\n", done.stderr)
         pytest.skip(done.stderr)
@@ -84,13 +85,18 @@ def children(process: int) -> list[int]:
 
 
 def steps_of(*machines: list[tuple[int, float, float]], every: int = 1) -> io.BytesIO:
-    """The file of StepClocks: batch, milliseconds since the last one, bytes sent in it."""
-    file = io.BytesIO()
+    """The file of StepClocks: batch, milliseconds since the last one, bytes sent in it.
+
+    The main thread computes half of a step, and has no core for a quarter.
+    """
+    file = io.BytesIO(b"run runs/mine\n")
+    file.seek(0, os.SEEK_END)
     for machine, steps in enumerate(machines):
         time, sent = 7.0, 1e6
         for batch, ms, num_bytes in steps:
             time, sent = time + ms / 1e3, sent + num_bytes
-            file.write(f"{machine} {batch} {time} {sent} {every}\n".encode())
+            line = f"{machine} {batch} {time} {sent} {every} {time / 2} {time / 4}\n"
+            file.write(line.encode())
     return file
 
 
@@ -99,17 +105,38 @@ def test_steps_are_measured_in_whole_windows_within_epochs() -> None:
     first = [(i + len(warm_up), ms, 1e6) for i, ms in enumerate((10, 10, 70))]
     later = [(0, 5000.0, 1e3), (1, 10.0, 1e6), (2, 10.0, 1e6), (3, 70.0, 1e6), (4, 10.0, 1e6)]
     file = steps_of([(0, 1.0, 0.0)], [*warm_up, *first, *later], every=3)
-    total, megabytes, ms, middle = read_steps(file, 1)
-    assert [total, megabytes, ms, middle] == pytest.approx([8 + 0.034, 1, 30, 10])
+    assert read_steps(file, 1) == pytest.approx([8 + 0.034, 1, 30, 10, 2 / 3])
+    assert read_run(file) == Path("runs/mine") and read_run(io.BytesIO()) is None
     total, *others = read_steps(file, 0)
     assert total == 1 and np.isnan(others).all()
     assert read_steps(io.BytesIO(), 0)[0] == 0
 
 
+def test_a_slow_machine_sleeps_as_long_as_it_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twice as long, if it is to be three times as slow. CPU time in `wait` does not count."""
+    monkeypatch.setenv(clock.CLOCK, str(os.memfd_create("steps")))
+    monkeypatch.setenv(clock.NETWORK, '{"slow": [1, 3]}')
+    monkeypatch.setattr(clock, "DEVICE", "lo")
+    monkeypatch.setattr(clock.time, "sleep", sleep := mock.MagicMock())
+    monkeypatch.setattr(clock.time, "thread_time", lambda: strategy.cpu_seconds_in_wait + 7)
+    strategy = mock.MagicMock(cpu_seconds_in_wait=0.0, every=1)
+    trainer: Any = mock.MagicMock(global_rank=1, callbacks=[], strategy=strategy)
+    trainer.accumulate_grad_batches = 1
+    step_clock = clock.StepClock()
+    step_clock.on_train_start(trainer, mock.MagicMock())
+    strategy.cpu_seconds_in_wait = 5.0
+    monkeypatch.setattr(clock.time, "thread_time", lambda: strategy.cpu_seconds_in_wait + 9)
+    step_clock.on_train_batch_end(trainer, None, None, None, 0)
+    sleep.assert_called_once_with(4)
+
+
 def test_a_link_has_the_delay_and_the_rate(machines: None) -> None:
-    """Within 20 percent of 20 ms each way and 100 Mbit/s, in one of three tries."""
+    """Within 20 percent of 20 ms each way and 100 Mbit/s, in one of three tries.
+
+    Machines that are twice as fast have half the delay, a mean of two, and twice the slower rate.
+    """
     for _ in range(3):
-        done = run_on_links(2, 20, 100, sys.executable, "-c", TALK)
+        done = run_on_links(2, 2, "5,15", "200,800", sys.executable, "-c", TALK)
         assert done.returncode == 0, done.stdout
         times = json.loads(done.stdout.splitlines()[0])
         found = median(times[:10]) / 0.040, median(times[13:]) / (2 / 12.5)  # TCP starts slowly
@@ -121,11 +148,13 @@ def test_a_link_has_the_delay_and_the_rate(machines: None) -> None:
 def test_statuses_and_last_lines(machines: None) -> None:
     """Of the first machine that fails; those of one that is ended do not count."""
     script = "echo from $RANK; [ $RANK = 0 ] || exit $RANK"
-    done = run_on_links(3, 0, 100, "sh", "-c", script)
+    done = run_on_links(3, 1, 0, 100, "sh", "-c", script)
     assert done.returncode == 1
     assert "machine 1, exit status 1:\n  from 1\nmachine 2, exit status 2:\n" in done.stdout
-    done = run_on_links(2, 0, 100, "sh", "-c", "[ $RANK = 1 ] || exit 3; sleep 60")
-    assert done.returncode == 3 and "machine" not in done.stdout
+    done = run_on_links(2, 1, 0, 100, "sh", "-c", "[ $RANK = 1 ] || exit 3; sleep 60")
+    assert done.returncode == 3 and "machine " not in done.stdout
+    done = run_on_links(2, 1, 0, 100, "sh", "-c", "[ $RANK = 1 ] || kill -9 $$; sleep 60")
+    assert done.returncode == 137 and "machine 0, exit status -9 (SIGKILL):" in done.stdout
 
 
 def start_training(command: Any, *args: str) -> Any:
@@ -154,7 +183,7 @@ def test_the_same_bits_as_on_one_machine(command: Any, machines: None) -> None:
     process, workers = start_training(command, "--run_dir=killed", FEW)
     os.kill(workers[1], signal.SIGKILL)
     code, out, err = command.finish(process, timeout=100)
-    assert code == 2 and "machine 1, exit status -9:" in out
+    assert code == 2 and "machine 1, exit status -9 (SIGKILL):" in out
     errors = [line for line in err.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1 and "Traceback" not in err, err
     assert fingerprint(command, "fit", "--resume=killed", *ON_ONE)[0] == whole
@@ -173,15 +202,31 @@ def test_four_machines(command: Any, machines: None) -> None:
 def test_the_command_of_the_page(main: Callable[..., int], monkeypatch: Any, capsys: Any) -> None:
     """The command takes it, and `fit` takes what the command adds."""
     page = (REPOSITORY / "docs" / "exchanges.md").read_text()
-    (line,) = re.findall("^python -m lightning_mgpu (network .*)", page, flags=re.MULTILINE)
+    lines = re.findall("^python -m lightning_mgpu (network .*)", page, flags=re.MULTILINE)
     monkeypatch.setattr(cli, "Popen", started := mock.MagicMock())
     started.return_value.__enter__.return_value.returncode = 3
-    assert main(*line.split()) == 3
-    (command,) = started.call_args.args
-    assert command[5:8] == ["2", "20.0", "100.0"]
+    assert {main(*line.split()) for line in lines} == {3}
+    (command,) = started.call_args_list[0].args
+    assert command[5:9] == ["2", "1.0", "20.0,20.0", "100.0,100.0"]
     assert main(*command[command.index("fit") :], "--print_config") == 0
     printed = capsys.readouterr().out
     assert "num_nodes: 2" in printed and "lightning_mgpu.network.clock.StepClock" in printed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("number", "status"),
+    [(signal.SIGKILL, 137), pytest.param(signal.SIGSTOP, 2, marks=pytest.mark.weekly)],
+)
+def test_a_link_process_that_ends_or_stops(
+    number: int, status: int, command: Any, machines: None
+) -> None:
+    """The command ends, too, and says how to go on."""
+    process, _ = start_training(command, "--run_dir=run", "--trainer.max_epochs=99", FEW, IMPATIENT)
+    time.sleep(2)  # until the first epoch is saved
+    os.kill(children(process.pid)[0], number)
+    code, out, _ = command.finish(process, timeout=100)
+    assert code == status and "fit --resume=run (without network, add" in out, out
 
 
 @pytest.mark.slow
@@ -219,6 +264,10 @@ def namespaces() -> set[str]:
     [
         (("--delay_ms=-1", "fit"), "--delay_ms=-1.0: a number from 0 to 60,000"),
         (("--machines=0", "fit"), "--machines=0: a number from 1 to 64"),
+        (("--slow=1,0.5", "fit"), "--slow=0.5: a number from 1"),
+        (("--faster=0", "fit"), "--faster=0.0: a number from"),
+        (("--mbit=9,9,9", "fit"), "--mbit: 9,9,9: take one value, or 2, separated by commas"),
+        (("--mbit=9 9", "fit"), "--mbit: could not convert string to float: '9 9'"),
         (("test",), "argument fit: invalid choice: 'test'"),
     ],
 )
