@@ -109,8 +109,7 @@ def run(delays: list[float], rates: list[float], faster: float, command: list[st
     """Run a command on each machine, of which the first writes to the terminal."""
     if os.geteuid():
         make_user_namespace()
-    num = len(delays)
-    outputs, tuns, workers = [TemporaryFile() for _ in range(num)], [], []  # noqa: SIM115
+    outputs, tuns, workers = [TemporaryFile() for _ in delays], [], []  # noqa: SIM115
     options: Any = {"preexec_fn": lambda: call(*END_WITH_PARENT), "close_fds": False}
     for machine, output in enumerate(outputs):
         tuns.append(enter_machine(machine, faster))
@@ -118,7 +117,7 @@ def run(delays: list[float], rates: list[float], faster: float, command: list[st
         files: Any = {"stdout": output, "stderr": output} if machine else {}
         workers.append(subprocess.Popen(command, **files, **options))
     signal.signal(signal.SIGINT, lambda *_: workers[0].send_signal(signal.SIGINT))
-    inboxes = {socket.inet_aton(each): Inbox() for each in ADDRESSES[:num]}
+    inboxes = {socket.inet_aton(each): Inbox() for each in ADDRESSES[: len(delays)]}
     for tun, inbox, delay, rate in zip(tuns, inboxes.values(), delays, rates):
         link = rate / faster * 1e6 / 8, faster * delay / 1e3 / 2
         Thread(target=send, args=(tun, inboxes, *link), daemon=True).start()
@@ -143,8 +142,7 @@ def run(delays: list[float], rates: list[float], faster: float, command: list[st
 
 def seconds_without_core(pattern: str) -> float:
     """How long threads of this process could have run and had no core, by files of the system."""
-    files = Path("/proc/self").glob(pattern)
-    return sum(int(file.read_text().split()[1]) for file in files) / 1e9
+    return sum(int(f.read_text().split()[1]) for f in Path("/proc/self").glob(pattern)) / 1e9
 
 
 if __name__ == "__main__":
