@@ -127,6 +127,29 @@ def main(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
             del sys.modules[name]
 
 
+@pytest.fixture(scope="session")
+def in_two_processes() -> Iterator[Callable[..., list[Any]]]:
+    """Call a function of a test file in two processes, which all tests share; their results."""
+    from tests.strategies.conftest import Group
+
+    groups: list[Group] = []
+
+    def run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        group = groups.pop() if groups else Group(2)
+        try:
+            group.send(function.__module__, function.__name__, args, kwargs)
+            results = group.receive()
+            groups.extend([group] if all(each.is_alive() for each in group.processes) else [])
+            return results
+        finally:
+            if group not in groups:  # it hangs, or a process has ended
+                group.end()
+
+    yield run
+    for group in groups:
+        group.end()
+
+
 class Command:
     """`python -m lightning_mgpu` in processes of its own; none of them may outlive it."""
 

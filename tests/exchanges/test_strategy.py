@@ -1,110 +1,25 @@
-"""Training with an exchange: the same bits in any processes, resumed too; and `every`."""
+"""Training with an exchange, and exchanges of weights now and then. tests/test_bits.py has bits."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch import seed_everything
 from torch import Tensor
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.utils.data import DataLoader
 
-from lightning_mgpu.data import batch_loader
-from lightning_mgpu.exchanges import (
-    ExchangeStrategy,
-    LocalSGDStrategy,
-    exact,
-    power_sgd,
-    sign,
-    top_k,
-)
-from lightning_mgpu.shards.checksum import checksum
+from lightning_mgpu.exchanges import ExchangeStrategy, LocalSGDStrategy, top_k
 from lightning_mgpu.strategies import ManualAllreduceStrategy
-from tests.strategies.conftest import (
-    Net,
-    assert_close,
-    attempt,
-    new_trainer,
-    no_shared_memory,
-    rank,
-    run_in_processes,
-    samples,
-    world_size,
-)
-from tests.strategies.test_bits import Random
+from tests.cases import Manual
+from tests.strategies.conftest import Net, assert_close, attempt, rank, samples
+from tests.test_bits import Random, digest, train
 
 
-def train(
-    strategy: Any, make: Any = Random, resume: Path | None = None, num: int = 58, **kwargs: Any
-) -> Trainer:
-    seed_everything(0, verbose=False)
-    trainer, module = new_trainer(strategy=strategy, **kwargs), make().double()
-    loader: Any = DataLoader(samples(num), 10)
-    if num == 58:
-        loader = batch_loader(samples(num), 10, trainer, shuffle=True, seed=1)
-    trainer.fit(module, loader, ckpt_path=resume, weights_only=False)
-    return trainer
-
-
-def digest(trainer: Trainer) -> int:
-    return checksum(trainer.lightning_module.state_dict())
-
-
-class ByHand(Random):
-    automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizer: Any = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(self.loss(batch))
-        optimizer.step()
-
-
-class Sometimes(Random):
-    """Some shards have a gradient that is not finite, and some have one of the first layer only."""
-
-    def loss(self, batch: Any) -> Tensor:
-        loss, total = super().loss(batch), float(batch[0].sum())
-        if abs(total) < 4:
-            return loss
-        return loss * torch.inf if total > 0 else self.net[0].weight.square().sum()
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        for parameter in self.parameters():
-            parameter.grad.nan_to_num_(0, 0, 0)
-
-
-def train_all(directory: Path) -> dict[str, int]:
-    """The last ones go on where fewer processes have stopped, twice."""
-    digests = {"manual": digest(train(ManualAllreduceStrategy(replicas=4), max_epochs=3))}
-    for each in (exact, top_k, power_sgd, sign):
-        name = each.__name__
-        digests[name] = digest(train(ExchangeStrategy(each, replicas=4), max_epochs=3))
-        resume = None
-        for epochs in (1, 2, 3) if each in (top_k, power_sgd) else ():
-            trainer = train(ExchangeStrategy(each, replicas=4), resume=resume, max_epochs=epochs)
-            trainer.save_checkpoint(directory / f"{name}-{epochs}-{world_size()}" / "last.ckpt")
-            resume = directory / f"{name}-{epochs}-{max(1, world_size() // 2)}" / "last.ckpt"
-            digests[f"{name} resumed"] = digest(trainer)
-    accumulated = train(ExchangeStrategy(top_k, replicas=4), accumulate_grad_batches=4)
-    digests["accumulated"] = digest(accumulated)
-    with no_shared_memory():  # messages start before the meeting
-        by_messages = train(ExchangeStrategy(power_sgd, replicas=4), max_epochs=3)
-        digests["by messages"] = digest(by_messages)
-        digests["uneven"] = digest(train(ExchangeStrategy(top_k, replicas=4), Sometimes))
-    return digests
-
-
-def test_the_same_bits_in_1_2_and_4_processes(tmp_path: Path) -> None:
-    one, two, four = (run_in_processes(k, train_all, tmp_path) for k in (1, 2, 4))
-    assert isinstance(one[0], dict), one
-    assert two == one * 2 and four == one * 4
-    assert one[0]["exact"] == one[0]["manual"]
-    for name in ("top_k", "power_sgd"):
-        assert one[0][f"{name} resumed"] == one[0][name]
-    assert one[0]["by messages"] == one[0]["power_sgd"]
-    assert len(set(one[0].values())) == len(one[0]) - 4
+class ByHand(Manual, Random):
+    pass
 
 
 class Huge(Net):
@@ -133,10 +48,6 @@ def test_what_is_not_finite_reaches_all_replicas_and_no_state() -> None:
         assert len(states) == 4
         for key, data in states.items():
             assert torch.equal(data["rest"], kept[key]["rest"]), key
-
-
-class Manual(Net):
-    automatic_optimization = False
 
 
 class LBFGS(Net):
@@ -169,7 +80,7 @@ def test_refusals(tmp_path: Path) -> None:
         (LocalSGDStrategy(replicas=2), Net, None, "one replica per process"),
         (LocalSGDStrategy(), Manual, None, "need automatic optimization"),
     ]:
-        found = attempt(train, strategy, make, resume)
+        found = attempt(train, strategy, make, resume=resume)
         assert said in found and "\n" not in found, found
     for make, options, said in [
         (LocalSGDStrategy, {"every": 0}, "every=0"),
@@ -240,7 +151,8 @@ def train_apart(directory: Path) -> dict[str, Any]:
     new, path = LocalSGDStrategy, directory / "last.ckpt"
     found: dict[str, Any] = {}
     for name, options in {"local_sgd": {"every": 4}, "diloco": DILOCO}.items():
-        found[name] = flat(train(new(**options), Pretrained, num=60).lightning_module)
+        trainer = train(new(**options), Pretrained, DataLoader(samples(60), 10))
+        found[name] = flat(trainer.lightning_module)
     found["compressed"] = digest(train(new(4, top_k), Random))
     found["by hand"] = [digest(train(each, ByHand)) for each in equal()]
     trainer = train(new(**DILOCO), max_epochs=1)
@@ -254,8 +166,8 @@ def train_apart(directory: Path) -> dict[str, Any]:
     }
 
 
-def test_weights_now_and_then(tmp_path: Path) -> None:
-    found, other = run_in_processes(2, train_apart, tmp_path)
+def test_weights_now_and_then(tmp_path: Path, in_two_processes: Callable) -> None:
+    found, other = in_two_processes(train_apart, tmp_path)
     assert isinstance(found, dict), found
     assert_close(found["local_sgd"], by_hand(1.0, 0.0))
     assert_close(found["diloco"], by_hand(0.7, 0.9))

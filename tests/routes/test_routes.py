@@ -187,20 +187,11 @@ def fit_edited(name: str) -> Any:
         return attempt(fit, make, **kwargs)
 
 
-def fit_all_edited() -> dict[str, Any]:
-    return {name: fit_edited(name) for name in EDITED}
-
-
-@pytest.fixture(scope="module")
-def edited_in_two() -> Any:
-    return run_in_processes(2, fit_all_edited)
-
-
 @pytest.mark.parametrize("name", EDITED)
-def test_a_gradient_edited_after_it_was_sent(name: str, edited_in_two: list[Any]) -> None:
+def test_a_gradient_edited_after_it_was_sent(name: str, in_two_processes: Callable) -> None:
     expected = fit_edited(name)
-    for found in edited_in_two:
-        assert_close(found[name], expected)
+    for found in in_two_processes(fit_edited, name):
+        assert_close(found, expected)
 
 
 class Fails(Net):
@@ -231,9 +222,9 @@ def fit_again() -> Any:
     return found
 
 
-def test_a_failed_fit_leaves_nothing_to_the_next() -> None:
+def test_a_failed_fit_leaves_nothing_to_the_next(in_two_processes: Callable) -> None:
     _, expected = fit_again()
-    for failed, found in run_in_processes(2, fit_again):
+    for failed, found in in_two_processes(fit_again):
         assert failed == "KeyError: 'mine'"
         assert_close(found, expected)
 
@@ -260,7 +251,9 @@ def count_early(replicas: int, **kwargs: Any) -> list[int]:
 
 
 @pytest.mark.parametrize(("replicas", "window"), [(2, 1), (4, 1), (2, 3)])
-def test_buckets_start_within_the_pass(replicas: int, window: int) -> None:
+def test_buckets_start_within_the_pass(
+    replicas: int, window: int, in_two_processes: Callable
+) -> None:
     """All 14, but in the first update, in which processes agree on their layout."""
-    for counts in run_in_processes(2, count_early, replicas, accumulate_grad_batches=window):
+    for counts in in_two_processes(count_early, replicas, accumulate_grad_batches=window):
         assert counts == [0] + [14] * (6 // window - 1)

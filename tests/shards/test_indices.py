@@ -14,13 +14,12 @@ from torch.utils.data import DataLoader, Dataset, Sampler, WeightedRandomSampler
 
 from lightning_mgpu.data import batch_loader
 from lightning_mgpu.shards.reader import ShardReader, cut_indices
+from tests.cases import Case, check
 from tests.strategies.conftest import (
     Net,
     assert_close,
-    attempt,
     fit,
     new_trainer,
-    run_in_processes,
     samples,
     world_size,
 )
@@ -89,30 +88,6 @@ class Counted(Any8):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return self.loss(batch)
-
-
-COLLATED: dict[str, tuple[type[Net], Any]] = {
-    "captions": (Counted, with_captions),
-    "metadata": (Counted, with_metadata),
-    "time first": (Any8, time_first),
-    "flattened": (Any8, flattened),
-    "padded": (Counted, padded),
-    "dataclass": (Any8, lambda batch: Graph(*stack(batch))),
-}
-
-
-def test_a_batch_that_does_not_tell_its_samples_needs_a_weight() -> None:
-    data = DataLoader(samples(), 10, collate_fn=flattened)
-    found = attempt(fit, Counted, data, replicas=2)
-    said = 'The loss of a shard needs a weight, {"loss": loss, "weight": n}: the shape'
-    assert said in found, found
-
-
-def fit_collated(name: str, replicas: int | None = None) -> Any:
-    make, collate = COLLATED[name]
-    data = DataLoader(samples(), 10, shuffle=True, collate_fn=collate)
-    val = DataLoader(samples(), 9, collate_fn=collate)
-    return attempt(fit, make, data, val, replicas=replicas)
 
 
 class Infinite(Sampler[int]):
@@ -184,19 +159,6 @@ def padded_by_batch_loader(trainer: Any) -> DataLoader:
     return batch_loader(Draws(), 10, trainer, shuffle=True, collate_fn=padded)
 
 
-DRAWN: dict[str, tuple[type[Net], Callable[[], Any]]] = {
-    "split": (Distinct, split),
-    "2 workers": (Distinct, lambda: split(2)),
-    "weighted": (Distinct, weighted),
-    "batch_loader": (Counted, lambda: padded_by_batch_loader),
-}
-
-
-def fit_drawn(name: str, replicas: int | None = None) -> Any:
-    make, data = DRAWN[name]
-    return attempt(fit, make, data(), replicas=replicas)
-
-
 class Means(Net):
     def test_step(self, batch: Any, batch_idx: int) -> None:
         self.log("mean", batch[0].mean())
@@ -209,49 +171,81 @@ def evaluate_twice() -> list[Any]:
     return [trainer.test(module, data, verbose=False) for _ in range(2)]
 
 
-def run_all() -> dict[str, Any]:
-    found = {name: fit_collated(name) for name in COLLATED}
-    found |= {name: fit_drawn(name) for name in DRAWN}
-    found["evaluated twice"] = attempt(evaluate_twice)
-    views = {name: DataLoader(Draws(), 10) for name in "ab"}
-    found["views"] = attempt(fit, Views, views)
-    infinite = DataLoader(samples(), 10, sampler=Infinite())
-    found["infinite"] = attempt(fit, Net, infinite, limit_train_batches=5)
-    plain = {"data": DataLoader(samples(), 10), "val": DataLoader(samples(), 10)}
-    found["looks"] = attempt(fit, Looks, **plain)
-    found["does not look"] = attempt(fit, Any8, **plain)
-    for size in (1, 2, 28):  # the last batch of 28 has one sample
-        val = DataLoader(samples(), size)
-        found[f"val {size}"] = attempt(fit, Counted, DataLoader(samples(), 10), val)
-    return found
+def collated(make: type[Net], collate: Any) -> Case:
+    return Case(
+        make,
+        lambda: {
+            "data": DataLoader(samples(), 10, shuffle=True, collate_fn=collate),
+            "val": DataLoader(samples(), 9, collate_fn=collate),
+        },
+    )
 
 
-@pytest.fixture(scope="module")
-def in_two_processes() -> Any:
-    return run_in_processes(2, run_all)
+def drawn(make: type[Net], data: Callable[[], Any], **kwargs: Any) -> Case:
+    """Lightning's own strategy draws other numbers."""
+    return Case(make, lambda: {"data": data()}, reference=1, **kwargs)
 
 
-@pytest.mark.parametrize("name", COLLATED)
-def test_any_batch_is_that_of_one_device(name: str, in_two_processes: list[Any]) -> None:
-    expected = fit_collated(name)
-    for found in (fit_collated(name, 3), *(each[name] for each in in_two_processes)):
-        assert_close(found, expected)
+def not_shuffled(size: int = 10) -> dict[str, Any]:
+    return {"data": DataLoader(samples(), 10), "val": DataLoader(samples(), size)}
 
 
-@pytest.mark.parametrize("name", DRAWN)
-def test_what_is_drawn_is_that_of_one_device(name: str, in_two_processes: list[Any]) -> None:
-    expected = fit_drawn(name, 1)
-    others = [fit_drawn(name, 3)]
-    others += [fit_drawn(name)] if name == "batch_loader" else []  # by Lightning's own strategy
-    for found in (*others, *(each[name] for each in in_two_processes)):
-        assert_close(found, expected)
+def val_in_batches(size: int) -> Case:
+    """Small batches are joined, so that each process has a sample in every step."""
+
+    return Case(
+        Counted,
+        lambda: not_shuffled(size),
+        in_one=(),
+        expected=lambda: fit(Counted, **not_shuffled(57)),
+    )
 
 
-def test_an_evaluation_draws_other_numbers_each_time(in_two_processes: list[Any]) -> None:
+def infinite() -> dict[str, Any]:
+    return {"data": DataLoader(samples(), 10, sampler=Infinite()), "limit_train_batches": 5}
+
+
+CASES = {
+    "captions": collated(Counted, with_captions),
+    "metadata": collated(Counted, with_metadata),
+    "time first": collated(Any8, time_first),
+    "flattened": collated(Any8, flattened),
+    "padded": collated(Counted, padded),
+    "dataclass": collated(Any8, lambda batch: Graph(*stack(batch))),
+    "does not tell its samples": Case(
+        Counted,
+        lambda: {"data": DataLoader(samples(), 10, collate_fn=flattened)},
+        'The loss of a shard needs a weight, {"loss": loss, "weight": n}: the shape',
+        in_one=(2,),
+        in_two=(),
+    ),
+    "drawn, split": drawn(Distinct, split),
+    "drawn, 2 workers": drawn(Distinct, lambda: split(2)),
+    "drawn, weighted": drawn(Distinct, weighted),
+    # here Lightning's own strategy draws the same
+    "drawn, batch_loader": drawn(Counted, lambda: padded_by_batch_loader, in_one=(None, 3)),
+    "infinite": Case(Net, infinite, in_one=()),
+    "looks": Case(Looks, not_shuffled, in_one=(), expected=lambda: fit(Any8, **not_shuffled())),
+    **{f"val {size}": val_in_batches(size) for size in (1, 2, 28)},  # the last of 28 has one sample
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_any_batch_is_that_of_one_device(name: str, in_two_processes: Callable) -> None:
+    check(__name__, name, in_two_processes)
+
+
+def test_two_loaders_draw_other_numbers(in_two_processes: Callable) -> None:
+    data = {name: DataLoader(Draws(), 10) for name in "ab"}
+    for found in in_two_processes(fit, Views, data):
+        assert not isinstance(found, str), found
+
+
+def test_an_evaluation_draws_other_numbers_each_time(in_two_processes: Callable) -> None:
     expected = evaluate_twice()
     assert expected[0] != expected[1]
-    for found in in_two_processes:
-        assert_close(found["evaluated twice"], expected, 1e-6)
+    for found in in_two_processes(evaluate_twice):
+        assert_close(found, expected, 1e-6)
 
 
 def test_each_sample_draws_numbers_of_its_own() -> None:
@@ -266,19 +260,3 @@ def test_each_sample_draws_numbers_of_its_own() -> None:
             drawn += [float(noise) for X, _ in shards for noise in X[:, 0]]
         drawn_twice.append(drawn)
     assert drawn_twice[0] == drawn_twice[1] and len(set(drawn_twice[0])) == 40
-
-
-def test_loaders_of_all_kinds(in_two_processes: list[Any]) -> None:
-    infinite = DataLoader(samples(), 10, sampler=Infinite())
-    expected = fit(Net, infinite, limit_train_batches=5)
-    for found in in_two_processes:
-        assert not isinstance(found["views"], str), found["views"]
-        assert_close(found["infinite"], expected)
-        assert_close(found["looks"], found["does not look"], rtol=1e-15)
-
-
-def test_evaluation_counts_every_sample_once(in_two_processes: list[Any]) -> None:
-    """Small batches are joined, so that each process has a sample in every step."""
-    expected = fit(Counted, DataLoader(samples(), 10), DataLoader(samples(), 57))
-    for found, size in itertools.product(in_two_processes, (1, 2, 28)):
-        assert_close(found[f"val {size}"], expected)

@@ -7,33 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import BasePredictionWriter, LearningRateFinder
+from lightning.pytorch.callbacks import LearningRateFinder
 from lightning.pytorch.utilities import CombinedLoader
-from torch.utils.data import DataLoader, IterableDataset, Sampler, Subset
+from torch.utils.data import DataLoader, Sampler, Subset
 
 from lightning_mgpu.data import batch_loader
-from tests.strategies.conftest import (
-    Net,
-    assert_close,
-    attempt,
-    fit,
-    new_trainer,
-    rank,
-    run_in_processes,
-    samples,
-    world_size,
-)
+from tests.cases import Case, Predicts, Stream, Validated, Writer, check
+from tests.strategies.conftest import Net, new_trainer, rank, samples, world_size
 
 
-class Stream(IterableDataset):
-    def __init__(self, items: Any) -> None:
-        self.items = items
-
-    def __iter__(self) -> Iterator[Any]:
-        yield from self.items
-
-
-class Draws(Net):
+class StartsApart(Net):
     """Every process draws other weights, and other numbers when training starts."""
 
     def __init__(self) -> None:
@@ -118,69 +101,6 @@ def of_a_stream() -> Any:
 
 
 STARTED = [*product((Schedules, StartsLoader, FindsRate), (balanced, shuffled))]
-LOADERS: dict[str, tuple[type[Net], Callable[[], Any]]] = {
-    "shuffled, other random numbers": (Draws, lambda: None),
-    "a stream": (Net, lambda: DataLoader(Stream(samples()), 10)),
-    "several": (Several, several),
-    "several, of other sizes": (Several, lambda: several(60, 120, 20)),
-    "several, one ends earlier": (Several, lambda: several(second=30)),
-    "several, a stream": (Several, of_a_stream),
-    "moved by hooks": (Doubles, lambda: None),
-    # a hook starts the first pass over the loader
-    **{f"{make.__name__}, {data.__name__}": (make, data) for make, data in STARTED},
-}
-
-
-def fit_loader(name: str, replicas: int | None = None) -> Any:
-    make, data = LOADERS[name]
-    return attempt(fit, make, data(), replicas=replicas)
-
-
-def fit_all() -> list[dict[str, Any]]:
-    found = {name: fit_loader(name) for name in LOADERS}
-    return [found, {name: refuse(name) for name in REFUSED}]
-
-
-@pytest.fixture(scope="module")
-def in_two_processes() -> Any:
-    return run_in_processes(2, fit_all)
-
-
-@pytest.mark.parametrize("name", LOADERS)
-def test_batches_are_those_of_one_device(name: str, in_two_processes: list[Any]) -> None:
-    expected = fit_loader(name)
-    for found in (each[0][name] for each in in_two_processes):
-        assert_close(found, expected)
-    if "other sizes" not in name:  # for three replicas, shards have other shares
-        assert_close(fit_loader(name, 3), expected)
-
-
-class Writer(BasePredictionWriter):
-    def __init__(self) -> None:
-        super().__init__("batch")
-        self.rows: list[tuple[int, Any]] = []
-
-    def write_on_batch_end(self, *args: Any) -> None:
-        prediction, indices = args[2:4]
-        self.rows += zip(indices, prediction.tolist(), strict=True)
-
-
-def predict(loader: str) -> list[tuple[int, Any]]:
-    class Predicts(Net):
-        def predict_step(self, batch: Any, batch_idx: int) -> Any:
-            return batch[0][:, 0]
-
-    writer = Writer()
-    make: Any = {"DataLoader": DataLoader, "batch_loader": batch_loader}[loader]
-    new_trainer(callbacks=writer).predict(Predicts().double(), make(samples(), 10))
-    return writer.rows
-
-
-@pytest.mark.parametrize("loader", ["DataLoader", "batch_loader"])
-def test_predictions_know_their_samples(loader: str) -> None:
-    first, second = run_in_processes(2, predict, loader)
-    assert [row[0] for row in first[:6]] == [0, 1, 2, 3, 4, 10]
-    assert sorted(first + second) == list(enumerate(samples().tensors[0][:, 0].tolist()))
 
 
 def seeded_apart() -> DataLoader:
@@ -200,72 +120,97 @@ def of_two_sizes() -> CombinedLoader:
     return CombinedLoader(data, "max_size")
 
 
-REFUSED: dict[str, tuple[Callable[[], tuple[Any, ...]], str]] = {
-    "split by rank": (
-        lambda: (DataLoader(Stream([*samples()][rank() :: world_size()]), 10), None),
-        " has other batches",
-    ),
-    "seeded by rank": (lambda: (seeded_apart(), None), " has other batches"),
-    "few samples": (
-        lambda: (DataLoader(samples(), 28), None),
-        "A batch of 1 samples cannot be shared out to 2 replicas: use drop_last=True",
-    ),
-    "few samples to evaluate": (
-        lambda: (None, DataLoader(Subset(samples(), [1]), 2)),
-        "A batch of 1 samples cannot be shared out to 2",
-    ),
-    "other samples": (lambda: (DataLoader(samples(57, rank()), 10), None), " has another dataset"),
-    "fewer samples": (
-        lambda: (DataLoader(Subset(samples(), range(56 + rank())), 10), None),
-        " has another dataset",
-    ),
-    "other objects": (
-        lambda: (DataLoader([SimpleNamespace(x=rank())] * 20, 10, collate_fn=stack), None),
-        " has another dataset",
-    ),
-    "series": (
-        lambda: (DataLoader(Stream([torch.ones(50)] * 16), 8, collate_fn=list), None),
-        "50 samples in a batch of 8",
-    ),
-    "one sample": (
-        lambda: (DataLoader([(torch.ones(8, 8), 1)] * 20, batch_size=None), None),
-        "DataLoader(batch_size=None) does not tell samples from batches",
-    ),
-    "of other shares": (
-        lambda: (several(60, 30, 5), None, Several),
-        "loaders have other shares of their batches, [(0.",
-    ),
-    "an iterator": (
-        lambda: (DataLoader(samples(), 10), None, Iterates),
-        "training_step(dataloader_iter): an iterator does not tell its batches",
-    ),
-    "together": (
-        lambda: (None, of_two_sizes(), ValidatesSeveral),
-        "A batch of 1 samples cannot be shared out to 2",
-    ),
-    "no rows": (
-        lambda: (DataLoader(Stream(["a"] * 4), 4), None),
-        "A batch of list with lengths []",
-    ),
-}
-
-
-class Validated(Net):
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val_loss", self.loss(batch))
-
-
 class ValidatesSeveral(Net):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("val_loss", self.loss(batch["a"]) + self.loss(batch["b"]))
 
 
-def refuse(name: str) -> Any:
-    data, val, *make = REFUSED[name][0]()
-    return attempt(fit, make[0] if make else Validated, data, val)
+def refused(said: str, make: Any = Validated, **loaders: Callable[[], Any]) -> Case:
+    arguments = lambda: {name: new() for name, new in loaders.items()}  # noqa: E731
+    return Case(make, arguments, said, in_one=())
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_refused_in_one_line(name: str, in_two_processes: list[Any]) -> None:
-    for found in (each[1][name] for each in in_two_processes):
-        assert REFUSED[name][1] in found and "\n" not in found, found
+STARTED = [*product((Schedules, StartsLoader, FindsRate), (balanced, shuffled))]
+CASES = {
+    "shuffled, other random numbers": Case(StartsApart),
+    "a stream": Case(Net, lambda: {"data": DataLoader(Stream(samples()), 10)}),
+    "several": Case(Several, lambda: {"data": several()}),
+    # for three replicas, shards have other shares
+    "several, of other sizes": Case(Several, lambda: {"data": several(60, 120, 20)}, in_one=()),
+    "several, one ends earlier": Case(Several, lambda: {"data": several(second=30)}),
+    "several, a stream": Case(Several, lambda: {"data": of_a_stream()}),
+    "moved by hooks": Case(Doubles),
+    # a hook starts the first pass over the loader
+    **{
+        f"{make.__name__}, {data.__name__}": Case(make, lambda data=data: {"data": data()})
+        for make, data in STARTED
+    },
+    "split by rank": refused(
+        " has other batches",
+        data=lambda: DataLoader(Stream([*samples()][rank() :: world_size()]), 10),
+    ),
+    "seeded by rank": refused(" has other batches", data=seeded_apart),
+    "few samples": refused(
+        "A batch of 1 samples cannot be shared out to 2 replicas: use drop_last=True",
+        data=lambda: DataLoader(samples(), 28),
+    ),
+    "few samples to evaluate": refused(
+        "A batch of 1 samples cannot be shared out to 2",
+        val=lambda: DataLoader(Subset(samples(), [1]), 2),
+    ),
+    "other samples": refused(
+        " has another dataset", data=lambda: DataLoader(samples(57, rank()), 10)
+    ),
+    "fewer samples": refused(
+        " has another dataset",
+        data=lambda: DataLoader(Subset(samples(), range(56 + rank())), 10),
+    ),
+    "other objects": refused(
+        " has another dataset",
+        data=lambda: DataLoader([SimpleNamespace(x=rank())] * 20, 10, collate_fn=stack),
+    ),
+    "series": refused(
+        "50 samples in a batch of 8",
+        data=lambda: DataLoader(Stream([torch.ones(50)] * 16), 8, collate_fn=list),
+    ),
+    "one sample": refused(
+        "DataLoader(batch_size=None) does not tell samples from batches",
+        data=lambda: DataLoader([(torch.ones(8, 8), 1)] * 20, batch_size=None),
+    ),
+    "of other shares": refused(
+        "loaders have other shares of their batches, [(0.",
+        Several,
+        data=lambda: several(60, 30, 5),
+    ),
+    "an iterator": refused(
+        "training_step(dataloader_iter): an iterator does not tell its batches",
+        Iterates,
+        data=lambda: DataLoader(samples(), 10),
+    ),
+    "together": refused(
+        "A batch of 1 samples cannot be shared out to 2", ValidatesSeveral, val=of_two_sizes
+    ),
+    "no rows": refused(
+        "A batch of list with lengths []", data=lambda: DataLoader(Stream(["a"] * 4), 4)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_batches_are_those_of_one_device(name: str, in_two_processes: Callable) -> None:
+    """Or there is one line that tells why not."""
+    check(__name__, name, in_two_processes)
+
+
+def predict(loader: str) -> list[tuple[int, Any]]:
+    writer = Writer("batch")
+    make: Any = {"DataLoader": DataLoader, "batch_loader": batch_loader}[loader]
+    new_trainer(callbacks=writer).predict(Predicts().double(), make(samples(), 10))
+    return writer.rows
+
+
+@pytest.mark.parametrize("loader", ["DataLoader", "batch_loader"])
+def test_predictions_know_their_samples(loader: str, in_two_processes: Callable) -> None:
+    first, second = in_two_processes(predict, loader)
+    assert [row[0] for row in first[:6]] == [0, 1, 2, 3, 4, 10]
+    assert sorted(first + second) == list(enumerate(samples().tensors[0][:, 0].tolist()))

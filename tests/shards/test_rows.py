@@ -1,4 +1,4 @@
-"""Samples that are left out."""
+"""Samples that are left out; a loss then needs a weight."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from tests.strategies.conftest import Net, assert_close, attempt, fit, run_in_processes, samples
+from tests.cases import Case, Validated, Weighted, check
+from tests.strategies.conftest import samples
 
 
 class Damaged(Dataset):
@@ -27,14 +28,8 @@ def damaged() -> DataLoader:
     return DataLoader(Damaged(), 10, collate_fn=leave_out)
 
 
-class Validated(Net):
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val_loss", self.loss(batch))
-
-
-class Weighted(Validated):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return {"loss": self.loss(batch), "weight": len(batch[0])}
+class WeightedValidated(Weighted, Validated):
+    pass
 
 
 class Filters(Validated):
@@ -45,7 +40,7 @@ class Filters(Validated):
         return [part[is_used] for part in batch]
 
 
-class FiltersWeighted(Filters, Weighted):
+class FiltersWeighted(Weighted, Filters):
     pass
 
 
@@ -55,44 +50,22 @@ class FiltersValidation(Filters):
         return super().on_after_batch_transfer(batch, dataloader_idx) if is_used else batch
 
 
-RUNS: dict[str, tuple[type[Net], Callable[[], dict[str, Any]]]] = {
-    "damaged": (Validated, lambda: {"val": damaged()}),
-    "filtered": (FiltersValidation, lambda: {"val": DataLoader(samples(), 10)}),
-    "damaged, trained": (Weighted, lambda: {"data": damaged(), "val": damaged()}),
-    "filtered, trained": (FiltersWeighted, lambda: {"val": DataLoader(samples(), 10)}),
-}
 LEFT_OUT = 'The loss of a shard needs a weight, {"loss": loss, "weight": n}: samples were left'
-REFUSED: dict[str, tuple[type[Net], Callable[[], dict[str, Any]]]] = {
-    "damaged": (Validated, lambda: {"data": damaged()}),
-    "filtered": (Filters, dict),
+ALL: dict[str, Any] = {"in_one": (2,)}
+CASES = {
+    "damaged": Case(Validated, lambda: {"val": damaged()}, **ALL),
+    "filtered": Case(FiltersValidation, lambda: {"val": DataLoader(samples(), 10)}, **ALL),
+    "damaged, trained": Case(
+        WeightedValidated, lambda: {"data": damaged(), "val": damaged()}, **ALL
+    ),
+    "filtered, trained": Case(FiltersWeighted, lambda: {"val": DataLoader(samples(), 10)}, **ALL),
+    "damaged, no weight": Case(Validated, lambda: {"data": damaged()}, LEFT_OUT, **ALL),
+    "filtered, no weight": Case(Filters, dict, LEFT_OUT, **ALL),
 }
 
 
-def fit_run(name: str, replicas: int | None = None, runs: Any = RUNS) -> Any:
-    make, kwargs = runs[name]
-    return attempt(fit, make, replicas=replicas, **kwargs())
-
-
-def run_all() -> list[dict[str, Any]]:
-    return [{name: fit_run(name, None, each) for name in each} for each in (RUNS, REFUSED)]
-
-
-@pytest.fixture(scope="module")
-def in_two_processes() -> list[Any]:
-    return run_in_processes(2, run_all)
-
-
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", CASES)
 def test_training_and_evaluation_are_those_of_one_device(
-    name: str, in_two_processes: list[Any]
+    name: str, in_two_processes: Callable
 ) -> None:
-    expected = fit_run(name)
-    for found in (fit_run(name, 2), *(each[0][name] for each in in_two_processes)):
-        assert_close(found, expected)
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_samples_that_are_left_out_need_a_weight(name: str, in_two_processes: list[Any]) -> None:
-    for found in (fit_run(name, 2, REFUSED), *(each[1][name] for each in in_two_processes)):
-        assert LEFT_OUT in found, found
-        assert "\n" not in found
+    check(__name__, name, in_two_processes)

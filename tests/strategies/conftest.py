@@ -6,12 +6,12 @@ A process takes 0.3 s to start, and a `fit` 0.1 s: most tests share a group of p
 import multiprocessing
 import os
 import pickle
-import runpy
 import socket
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from importlib import import_module
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -127,48 +127,70 @@ def assert_close(found: Any, expected: Any, rtol: float = 1e-10, atol: float | N
     )
 
 
-def run_in_processes(k: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-    """The results of a function at the top level of a test file in each of k processes.
+class Group:
+    """k processes, as torchrun would start them, that call functions of test files.
 
     An exception is returned as `"ValueError: its message"`, and -9 for a process killed by SIGKILL.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    call = function.__code__.co_filename, function.__name__, args, kwargs
-    processes, connections = [], []
-    for rank in range(k):
-        mine, theirs = CONTEXT.Pipe(duplex=False)
-        process = CONTEXT.Process(target=_call, args=(theirs, rank, k, port, *call), daemon=True)
-        process.start()
-        theirs.close()
-        processes.append(process)
-        connections.append(mine)
-    try:
+
+    def __init__(self, k: int) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.processes, self.connections = [], []
+        for rank in range(k):
+            mine, theirs = CONTEXT.Pipe()
+            process = CONTEXT.Process(target=serve, args=(theirs, rank, k, port), daemon=True)
+            process.start()
+            theirs.close()
+            self.processes.append(process)
+            self.connections.append(mine)
+
+    def send(self, *call: Any) -> None:
+        for connection in self.connections:
+            connection.send(call)
+
+    def receive(self) -> list[Any]:
         results = []
-        for process, connection in zip(processes, connections):
+        for process, connection in zip(self.processes, self.connections):
             assert connection.poll(90), f"a process hangs: {results}"
             try:
                 results.append(pickle.loads(connection.recv_bytes()))
-            except EOFError:
+            except (EOFError, ConnectionResetError):
                 process.join(10)
                 results.append(process.exitcode)
         return results
-    finally:
-        for process in processes:
+
+    def end(self) -> None:
+        for connection in self.connections:
+            connection.close()
+        for process in self.processes:
             process.join(10)
             process.kill()
 
 
-def _call(connection: Connection, rank: int, k: int, port: int, *call: Any) -> None:
-    file, name, args, kwargs = call
+def run_in_processes(k: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+    """The results of a function in each of k new processes, which end when it returns."""
+    group = Group(k)
+    try:
+        group.send(function.__module__, function.__name__, args, kwargs)
+        group.send()
+        return group.receive()
+    finally:
+        group.end()
+
+
+def serve(connection: Connection, rank: int, k: int, port: int) -> None:
+    """Call functions until there is an empty call, or nobody at the other end."""
     ranks = {"WORLD_SIZE": k, "LOCAL_WORLD_SIZE": k, "RANK": rank, "LOCAL_RANK": rank}
     numbers = {**ranks, "GROUP_RANK": 0, "MASTER_PORT": port}
     os.environ.update({name: str(number) for name, number in numbers.items()})
     os.environ.update(MASTER_ADDR="127.0.0.1", TORCHELASTIC_RUN_ID="test")
     sys.path.insert(0, str(Path(__file__).parents[2]))  # for `from tests.strategies import ...`
     torch.set_num_threads(1)
-    function = runpy.run_path(file, run_name="in_process")[name]
-    result = attempt(function, *args, **kwargs)
-    connection.send_bytes(pickle.dumps(result))  # `send` would share tensors with a dying process
-    connection.close()
+    with suppress(EOFError):
+        while call := connection.recv():
+            module, name, args, kwargs = call
+            result = attempt(getattr(import_module(module), name), *args, **kwargs)
+            # `send` would share tensors with a process that ends
+            connection.send_bytes(pickle.dumps(result))

@@ -1,5 +1,6 @@
 """Running statistics are averaged over replicas; of other buffers the first replica's are kept."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,16 +11,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from lightning_mgpu.strategies.buffers import read_buffers
-from tests.strategies.conftest import (
-    Net,
-    assert_close,
-    attempt,
-    fit,
-    rank,
-    run_in_processes,
-    samples,
-)
-from tests.strategies.test_weights import Weighted
+from tests.cases import Case, Weighted, check
+from tests.strategies.conftest import Net, assert_close, attempt, fit, rank, samples
 
 
 class Normalized(Net):
@@ -27,14 +20,12 @@ class Normalized(Net):
         layers = [nn.Linear(8, 16), last or nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 3)]
         super().__init__(nn.Sequential(*layers))
         self.register_buffer("first", torch.zeros(()))
-        self.register_buffer("num_seen", torch.zeros((), dtype=torch.int32))
 
     def on_train_start(self) -> None:
         self.classes = [type(self.net[1]).__name__]
 
     def loss(self, batch: Any) -> Tensor:
         self.first = batch[0][0, 0].clone()  # another tensor in each step
-        self.num_seen += len(batch[0])
         return super().loss(batch)
 
 
@@ -98,25 +89,51 @@ class Counts(Weighted, Normalized):
     """A loss with a weight, that of the samples which count."""
 
 
-SYNCED = {"1d": Normalized, "2d": Images, "no statistics": no_statistics, "weights": Counts}
-
-
-def fit_all() -> dict[str, Any]:
-    runs = {name: attempt(fit, make, data(), sync_batchnorm=True) for name, make in SYNCED.items()}
-    runs["plain"] = attempt(fit, Still, data())
-    runs["edited"] = attempt(fit, Averages, data())
-    runs["counts"] = attempt(fit, CountsInForward, data(), data())
-    runs["recomputed"] = attempt(fit, Recomputed, data())
-    module = Normalized()
-    attempt(fit, lambda: module, data(), sync_batchnorm=True, max_epochs=1)
-    return {**runs, "classes": [*module.classes, type(module.net[1]).__name__]}
-
-
 class Still(Normalized):
-    """Does not train."""
+    """Does not train, and counts samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("num_seen", torch.zeros((), dtype=torch.int32))
+
+    def loss(self, batch: Any) -> Tensor:
+        self.num_seen += len(batch[0])
+        return super().loss(batch)
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), 0.0)
+
+
+def synced(make: Any) -> Case:
+    """In two processes alone: with several replicas in one, it is refused."""
+    return Case(make, lambda: {"data": data(), "sync_batchnorm": True}, in_one=(), rtol=1e-9)
+
+
+CASES = {
+    "1d": synced(Normalized),
+    "2d": synced(Images),
+    "no statistics": synced(no_statistics),
+    "weights": synced(Counts),
+    # hooks edit a buffer before the backward pass; with replicas: test_refusals.py
+    "edited": Case(Averages, lambda: {"data": data()}, in_one=()),
+    "counts": Case(
+        CountsInForward,
+        lambda: {"data": data(), "val": data()},
+        "num_seen of process 1 is not that of process 0",  # what a process writes by itself
+        in_one=(),
+    ),
+}
+
+
+def fit_plain(make: Any = Still, **options: Any) -> Any:
+    return attempt(fit, make, data(), **options)
+
+
+def find_classes() -> list[str]:
+    """Of the layer while it trains, and afterwards."""
+    module = Normalized()
+    fit(lambda: module, data(), sync_batchnorm=True, max_epochs=1)
+    return [*module.classes, type(module.net[1]).__name__]
 
 
 def by_hand(k: int) -> dict[str, Tensor]:
@@ -135,14 +152,9 @@ def by_hand(k: int) -> dict[str, Tensor]:
     return {f"net.1.{name}": value.double() for name, value in layer.state_dict().items()}
 
 
-@pytest.fixture(scope="module")
-def in_two_processes() -> Any:
-    return run_in_processes(2, fit_all)
-
-
-def test_plain_batchnorm_and_other_buffers(in_two_processes: list[Any]) -> None:
-    found = [(2, each["plain"]) for each in in_two_processes]
-    for k, result in (*found, (3, attempt(fit, Still, data(), replicas=3))):
+def test_plain_batchnorm_and_other_buffers(in_two_processes: Callable) -> None:
+    found = [(2, each) for each in in_two_processes(fit_plain)]
+    for k, result in (*found, (3, fit_plain(replicas=3))):
         assert not isinstance(result, str), result
         state, expected = result[0], by_hand(k)
         assert_close({name: state[name].double() for name in expected}, expected)
@@ -151,32 +163,20 @@ def test_plain_batchnorm_and_other_buffers(in_two_processes: list[Any]) -> None:
         assert state["num_seen"] == 2 * sum(sizes) and state["num_seen"].dtype == torch.int32
 
 
-@pytest.mark.parametrize("name", SYNCED)
-def test_sync_batchnorm_is_one_device(name: str, in_two_processes: list[Any]) -> None:
+@pytest.mark.parametrize("name", CASES)
+def test_sync_batchnorm_is_one_device(name: str, in_two_processes: Callable) -> None:
     """The last batch has shards of 4 and 3 samples."""
-    expected = fit(SYNCED[name], data())
-    for found in in_two_processes:
-        assert not isinstance(found[name], str), found[name]
-        for state in (found[name][0], expected[0]):
-            state.pop("num_seen", None)
-        assert_close(found[name], expected, 1e-9)
+    check(__name__, name, in_two_processes)
 
 
-def test_the_plain_layer_comes_back(in_two_processes: list[Any]) -> None:
-    assert in_two_processes[0]["classes"] == ["SyncedBatchNorm", "BatchNorm1d"]
+def test_the_plain_layer_comes_back(in_two_processes: Callable) -> None:
+    assert in_two_processes(find_classes)[0] == ["SyncedBatchNorm", "BatchNorm1d"]
 
 
-def test_buffers_edited_before_the_backward_pass(in_two_processes: list[Any]) -> None:
-    for found in in_two_processes:
-        assert_close(found["edited"], fit(Averages, data()))  # with replicas: test_refusals.py
-
-
-def test_buffers_are_equal_whoever_writes_them(in_two_processes: list[Any]) -> None:
-    first, second = in_two_processes
-    assert_close(first["recomputed"], second["recomputed"], rtol=1e-15)
-    for found in in_two_processes:  # what a process writes by itself
-        assert "num_seen of process 1 is not that of process 0" in found["counts"], found
-    assert_close(attempt(fit, Recomputed, data(), replicas=2), first["recomputed"], rtol=1e-15)
+def test_a_checkpointed_layer_has_one_state(in_two_processes: Callable) -> None:
+    first, second = in_two_processes(fit_plain, Recomputed)
+    assert_close(first, second, rtol=1e-15)
+    assert_close(fit_plain(Recomputed, replicas=2), first, rtol=1e-15)
 
 
 class Decays(Still):
@@ -186,7 +186,7 @@ class Decays(Still):
 
 def test_buffers_edited_within_a_window() -> None:
     """With several replicas they would differ, as each has its own buffers there."""
-    found = attempt(fit, Decays, data(), replicas=2, accumulate_grad_batches=2)
+    found = fit_plain(Decays, replicas=2, accumulate_grad_batches=2)
     assert "A hook has edited buffers within an update" in found
 
 

@@ -14,28 +14,31 @@ from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
 from lightning_mgpu.strategies import DataParallelStrategy
+from tests.cases import Manual, Weighted, fit_case
+from tests.strategies import test_parity
 from tests.strategies.conftest import Net, assert_close, attempt, fit, samples
-from tests.strategies.test_parity import CASES, RTOL, Manual, fit_case
-from tests.strategies.test_weights import Weighted, by_hand, loader
+from tests.strategies.test_weights import by_hand, loader
 
 IS_SIMULATED = torch._C._get_privateuse1_backend_name() == "sim"
 SECOND = torch.device("sim:1" if IS_SIMULATED else "cpu")
 # simulated devices have no fused cells of an LSTM; the GradScaler of that case is the CPU's
 NAMES = [
     name
-    for name, (make, _) in CASES.items()
-    if not (issubclass(make, Manual) or (IS_SIMULATED and name in ("lstm", "GradScaler")))
+    for name, case in test_parity.CASES.items()
+    if not (issubclass(case.make, Manual) or (IS_SIMULATED and name in ("lstm", "GradScaler")))
 ]
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_training_is_that_of_one_device(name: str) -> None:
     """Batches have 10 samples, and the last one 7. A simulated device has two replicas, too."""
-    expected = fit_case(name)
-    of_two = {"replicas": 2} if IS_SIMULATED else {"strategy": "dp", "devices": 2}
+    file, case = test_parity.__name__, test_parity.CASES[name]
+    expected = fit_case(file, name)
+    has_replicas = IS_SIMULATED and case.in_one
+    of_two: Any = {"replicas": 2} if has_replicas else {"strategy": "dp", "devices": 2}
     for options in (of_two, {"strategy": "dp", "devices": 8}):
-        if (found := fit_case(name, **options)) is not None:
-            assert_close(found, expected, RTOL.get(name, 1e-10), None if name in RTOL else 1e-13)
+        found = fit_case(file, name, **options)
+        assert_close(found, expected, case.rtol, 1e-13 if case.rtol == 1e-10 else None)
 
 
 class OldLayers(Net):

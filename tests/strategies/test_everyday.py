@@ -1,22 +1,16 @@
 """Loaders, predictions and checkpoints of everyday use: two processes do as one device does."""
 
 import multiprocessing
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.pytorch.callbacks import BasePredictionWriter, ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
-from tests.strategies.conftest import (
-    Net,
-    assert_close,
-    attempt,
-    fit,
-    new_trainer,
-    run_in_processes,
-    samples,
-)
+from tests.cases import Predicts, Writer
+from tests.strategies.conftest import Net, assert_close, attempt, fit, new_trainer, samples
 
 
 class LogsOnce(Net):
@@ -44,50 +38,24 @@ def fit_twice() -> Any:
     return len(multiprocessing.active_children()), found
 
 
-class Writer(BasePredictionWriter):
-    def __init__(self) -> None:
-        super().__init__("epoch")
-        self.rows: list[tuple[int, Any]] = []
-
-    def write_on_epoch_end(self, trainer: Any, module: Any, predictions: Any, indices: Any) -> None:
-        for batch, part in zip(predictions, indices[0], strict=True):
-            self.rows += zip(part, batch.tolist(), strict=True)
-
-
-class Predicts(Net):
-    def predict_step(self, batch: Any, batch_idx: int) -> Any:
-        return batch[0][:, 0]
-
-
 def predict(batch_size: int) -> list[tuple[int, Any]]:
-    writer = Writer()
+    writer = Writer("epoch")
     new_trainer(callbacks=writer).predict(Predicts().double(), DataLoader(samples(), batch_size))
     return writer.rows
 
 
 def go_on(directory: Path, num_workers: int) -> list[Any]:
     """Two epochs, and the second one again, from Lightning's own checkpoint of the first."""
-    saves = ModelCheckpoint(directory, save_top_k=-1, filename=f"{num_workers}-{{epoch}}")
+    saves = ModelCheckpoint(directory, save_top_k=-1, filename="{epoch}")
     whole = attempt(fit, Net, loader(num_workers, True), callbacks=saves, enable_checkpointing=True)
-    saved = directory / f"{num_workers}-epoch=0.ckpt"
+    saved = directory / "epoch=0.ckpt"
     return [whole, attempt(fit, Net, loader(num_workers, True), ckpt_path=saved)]
 
 
-def run_all(directory: Path) -> dict[Any, Any]:
-    found = {size: attempt(predict, size) for size in (1, 28)}
-    return {**found, "twice": fit_twice(), "goes on": [go_on(directory, n) for n in (0, 2)]}
-
-
-@pytest.fixture(scope="module")
-def in_two_processes(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return run_in_processes(2, run_all, tmp_path_factory.mktemp("two"))
-
-
-def test_a_second_fit_starts_workers_again(in_two_processes: list[Any]) -> None:
+def test_a_second_fit_starts_workers_again(in_two_processes: Callable) -> None:
     """A value of one process is logged."""
     state, logged = fit(LogsOnce, DataLoader(samples(), 10), DataLoader(samples(), 10))
-    for found in in_two_processes:
-        num_children, (other, other_logged) = found["twice"]
+    for num_children, (other, other_logged) in in_two_processes(fit_twice):
         assert num_children == 0
         assert_close(other, state)
         assert_close(other_logged["val_loss"], logged["val_loss"])
@@ -95,15 +63,18 @@ def test_a_second_fit_starts_workers_again(in_two_processes: list[Any]) -> None:
 
 @pytest.mark.parametrize("batch_size", [1, 28])
 def test_predictions_of_an_epoch_know_their_samples(
-    batch_size: int, in_two_processes: list[Any]
+    batch_size: int, in_two_processes: Callable
 ) -> None:
     """Batches of one sample are joined, and so is the last batch of 28."""
-    first, second = (each[batch_size] for each in in_two_processes)
+    first, second = in_two_processes(predict, batch_size)
     assert sorted(first + second) == list(enumerate(samples().tensors[0][:, 0].tolist()))
 
 
-def test_a_checkpoint_of_lightning_goes_on(in_two_processes: list[Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_checkpoint_of_lightning_goes_on(
+    num_workers: int, in_two_processes: Callable, tmp_path: Path
+) -> None:
     """As one device does, where Lightning draws the orders of the epochs that are left."""
-    expected = [go_on(tmp_path, n) for n in (0, 2)]
-    for found in in_two_processes:
-        assert_close(found["goes on"], expected)
+    expected = go_on(tmp_path / "one", num_workers)
+    for found in in_two_processes(go_on, tmp_path / "two", num_workers):
+        assert_close(found, expected)

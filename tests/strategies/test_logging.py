@@ -1,22 +1,15 @@
 """Logged values of an evaluation are means over all samples; in training those of a shard."""
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 from torchmetrics.classification import MulticlassAccuracy
 
-from tests.strategies.conftest import (
-    Net,
-    assert_close,
-    attempt,
-    fit,
-    new_trainer,
-    run_in_processes,
-    samples,
-)
+from tests.cases import Case, Stream, check
+from tests.strategies.conftest import Net, assert_close, new_trainer, samples
 
 
 def val_loaders() -> list[DataLoader]:
@@ -76,11 +69,6 @@ class InHooks(Logs):
         self.log("val_hook", batch[0][:, 0].mean(), sync_dist=True)
 
 
-class Stream(IterableDataset):
-    def __iter__(self) -> Iterator[Any]:
-        yield from (samples()[i] for i in range(30))
-
-
 class TwoStreams(Net):
     """Two validation loaders of unknown length: Lightning reads a batch of them ahead."""
 
@@ -88,17 +76,17 @@ class TwoStreams(Net):
         self.log("val_loss", self.loss(batch), batch_size=len(batch[1]))
 
 
-RUNS: dict[str, Any] = {
-    "several loaders": (Logs, val_loaders, {}),
-    "plateau": (Plateau, lambda: val_loaders()[0], {"max_epochs": 6}),
-    "in hooks": (InHooks, lambda: val_loaders()[0], {}),
-    "streams": (TwoStreams, lambda: [DataLoader(Stream(), 10)] * 2, {}),
+CASES = {
+    "several loaders": Case(Logs, lambda: {"val": val_loaders()}, rtol_logged=1e-6),
+    "plateau": Case(Plateau, lambda: {"val": val_loaders()[0], "max_epochs": 6}, rtol_logged=1e-6),
+    "in hooks": Case(InHooks, lambda: {"val": val_loaders()[0]}, rtol_logged=1e-6),
+    "streams": Case(TwoStreams, lambda: {"val": [DataLoader(Stream([*samples()][:30]), 10)] * 2}),
 }
 
 
-def fit_run(name: str, replicas: int | None = None) -> Any:
-    make, val, kwargs = RUNS[name]
-    return attempt(fit, make, None, val(), replicas, **kwargs)
+@pytest.mark.parametrize("name", CASES)
+def test_values_are_means_over_all_samples(name: str, in_two_processes: Callable) -> None:
+    check(__name__, name, in_two_processes)
 
 
 def evaluate() -> dict[str, float]:
@@ -111,30 +99,8 @@ def evaluate() -> dict[str, float]:
     return {**first, **trainer.test(module, val_loaders()[1], verbose=False)[0]}
 
 
-def run_all() -> dict[str, Any]:
-    return {**{name: fit_run(name) for name in RUNS}, "test": attempt(evaluate)}
-
-
-@pytest.fixture(scope="module")
-def in_two_processes() -> Any:
-    return run_in_processes(2, run_all)
-
-
-@pytest.mark.parametrize("name", RUNS)
-def test_values_are_means_over_all_samples(name: str, in_two_processes: list[Any]) -> None:
-    state, expected = fit_run(name)
-    for found in (fit_run(name, 3), *(each[name] for each in in_two_processes)):
-        assert not isinstance(found, str), found
-        assert_close(found[0], state)
-        # a value of one step is that of a part of the batch
-        kept = {key: value for key, value in found[1].items() if not key.endswith("_step")}
-        rtol = 1e-10 if name == "streams" else 1e-6
-        assert_close(kept, {key: expected[key] for key in kept}, rtol)
-        assert kept.keys() >= {key for key in expected if not key.endswith("_step")}
-
-
-def test_validate_and_test_alone(in_two_processes: list[Any]) -> None:
+def test_validate_and_test_alone(in_two_processes: Callable) -> None:
     expected = evaluate()
     assert expected.keys() > {"val_loss", "test_loss", "test_max"}
-    for found in in_two_processes:
-        assert_close(found["test"], expected, 1e-5)
+    for found in in_two_processes(evaluate):
+        assert_close(found, expected, 1e-5)

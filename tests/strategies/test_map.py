@@ -2,6 +2,7 @@
 
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 
 from lightning_mgpu import strategies
-from tests.strategies.conftest import IN_MEMORY, Net, fit, run_in_processes, samples
+from tests.strategies.conftest import IN_MEMORY, Net, fit, samples
 
 STOP = re.compile(r" ?\d+\. +([\w.]+) .* ([\w/]+\.py)$", re.MULTILINE)
 PACKAGE = Path(strategies.__file__).parents[1]
@@ -54,7 +55,7 @@ def walk() -> list[str]:
 
 
 @pytest.mark.skipif(not IN_MEMORY, reason="buckets start within the pass")
-def test_the_map_is_the_order_of_the_calls() -> None:
+def test_the_map_is_the_order_of_the_calls(in_two_processes: Callable) -> None:
     names = list(stops().values())
     assert len(names) == 15
-    assert run_in_processes(2, walk) == [names, names]
+    assert in_two_processes(walk) == [names, names]

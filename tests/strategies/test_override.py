@@ -1,6 +1,7 @@
 """`exchange_gradients` is to be overridden: docs/strategies.md clips every replica's gradient."""
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import Tensor
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.utils.data import DataLoader
 
-from tests.strategies.conftest import Net, assert_close, attempt, fit, run_in_processes, samples
+from tests.strategies.conftest import Net, assert_close, attempt, fit, samples
 
 NORM = 0.1
 PAGE = (Path(__file__).parents[2] / "docs" / "strategies.md").read_text()
@@ -52,11 +53,11 @@ def by_hand(k: int, window: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("window", [1, 3])
-def test_each_replica_is_clipped(window: int) -> None:
+def test_each_replica_is_clipped(window: int, in_two_processes: Callable) -> None:
     for k, results in (
         (1, [train(1, window)]),
         (3, [train(3, window)]),
-        (2, run_in_processes(2, train, 2, window)),
+        (2, in_two_processes(train, 2, window)),
     ):
         for found in results:
             assert not isinstance(found, str), found

@@ -16,15 +16,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.strategies.conftest import (
-    Net,
-    assert_close,
-    attempt,
-    fit,
-    run_in_processes,
-    samples,
-    world_size,
-)
+from tests.cases import Case, Manual, check
+from tests.strategies.conftest import Net, samples, world_size
 
 
 class Plain(Net):
@@ -153,12 +146,6 @@ class ChannelsLast(Net):
         return torch.optim.SGD(self.parameters(), 0.1, momentum=0.9, fused=True)
 
 
-class Manual(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-
 class GAN(Manual):
     def __init__(self) -> None:
         super().__init__()
@@ -185,7 +172,7 @@ class GAN(Manual):
         return [torch.optim.AdamW(net.parameters(), lr) for net, lr in nets]
 
 
-class ByHand(Manual):
+class AccumulatesByHand(Manual):
     """Accumulates by hand; two losses have one graph."""
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
@@ -220,58 +207,37 @@ def half(**kwargs: Any) -> dict[str, Any]:
     return {**kwargs, "data": DataLoader(TensorDataset(X.float(), y), 10), "precision": None}
 
 
-CASES: dict[str, tuple[type[Net], Callable[[], dict[str, Any]]]] = {
-    "momentum": (Net, dict),
-    "adamw, a scheduler": (Scheduled, dict),
-    "lbfgs": (Searches, dict),
-    "clipping by norm": (Net, lambda: {"gradient_clip_val": 0.05}),
-    "accumulation": (Net, lambda: {"accumulate_grad_batches": 4}),  # of 6 batches
-    "frozen, accumulated": (Frozen, lambda: {"max_epochs": 3, "accumulate_grad_batches": 2}),
-    "tied": (Tied, dict),
-    "replaced layers": (Replaced, dict),
-    "lstm": (Recurrent, dict),
-    "edited": (Edited, dict),
-    "halves gradients": (HalvesGradients, lambda: {"accumulate_grad_batches": 3}),
-    "leaves early": (LeavesEarly, lambda: {"accumulate_grad_batches": 2}),
-    "gradients of gradients": (PenalisedGradient, dict),
-    "swa": (
+NOT_IN_ONE: dict[str, Any] = {"in_one": ()}  # in test_refusals.py
+TWICE: dict[str, Any] = {"in_two": (None, 4)}
+CASES: dict[str, Case] = {
+    "momentum": Case(**TWICE),
+    "adamw, a scheduler": Case(Scheduled),
+    "lbfgs": Case(Searches, in_two=(), rtol=1e-6),
+    "clipping by norm": Case(Net, lambda: {"gradient_clip_val": 0.05}),
+    "accumulation": Case(Net, lambda: {"accumulate_grad_batches": 4}),  # of 6 batches
+    "frozen, accumulated": Case(
+        Frozen, lambda: {"max_epochs": 3, "accumulate_grad_batches": 2}, **TWICE
+    ),
+    "tied": Case(Tied),
+    "replaced layers": Case(Replaced),
+    "lstm": Case(Recurrent),
+    "edited": Case(Edited, **TWICE),
+    "halves gradients": Case(HalvesGradients, lambda: {"accumulate_grad_batches": 3}, **NOT_IN_ONE),
+    "leaves early": Case(LeavesEarly, lambda: {"accumulate_grad_batches": 2}),
+    "gradients of gradients": Case(PenalisedGradient),
+    "swa": Case(
         Plain,
         lambda: {"callbacks": StochasticWeightAveraging(0.05, swa_epoch_start=1), "max_epochs": 4},
     ),
-    "channels_last": (ChannelsLast, dict),
-    "gan": (GAN, dict),
-    "by hand": (ByHand, dict),
-    "by hand, exchanged once": (ExchangesOnce, dict),
-    "bf16": (Plain, lambda: half(precision="bf16-mixed")),
-    "GradScaler": (Plain, lambda: half(plugins=[MixedPrecision("16-mixed", "cpu")])),
+    "channels_last": Case(ChannelsLast),
+    "gan": Case(GAN, **NOT_IN_ONE),
+    "by hand": Case(AccumulatesByHand, **NOT_IN_ONE),
+    "by hand, exchanged once": Case(ExchangesOnce, **NOT_IN_ONE),
+    "bf16": Case(Plain, lambda: half(precision="bf16-mixed"), rtol=0.02),
+    "GradScaler": Case(Plain, lambda: half(plugins=[MixedPrecision("16-mixed", "cpu")]), rtol=0.02),
 }
-RTOL = {"lbfgs": 1e-6, "bf16": 0.02, "GradScaler": 0.02}  # of others 1e-10
-TWICE = "momentum", "frozen, accumulated", "edited"
-
-
-def fit_case(name: str, **options: Any) -> Any:
-    make, kwargs = CASES[name]
-    is_refused = world_size() > 1 and make is Searches  # and tested in test_refusals.py
-    if is_refused or (options.get("replicas") and issubclass(make, (Manual, HalvesGradients))):
-        return None
-    return attempt(fit, make, **kwargs(), **options)
-
-
-def fit_all() -> dict[Any, Any]:
-    """Two replicas in two processes, and some cases with four."""
-    two = {name: fit_case(name) for name in CASES}
-    return {**two, **{(name, 4): fit_case(name, replicas=4) for name in TWICE}}
-
-
-@pytest.fixture(scope="module")
-def in_two_processes() -> list[dict[Any, Any]]:
-    return run_in_processes(2, fit_all)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_training_is_that_of_one_device(name: str, in_two_processes: list[Any]) -> None:
-    expected = fit_case(name)
-    others = fit_case(name, replicas=3), in_two_processes[1].get((name, 4))
-    for found in (*(each[name] for each in in_two_processes), *others):
-        if found is not None:
-            assert_close(found, expected, RTOL.get(name, 1e-10))
+def test_training_is_that_of_one_device(name: str, in_two_processes: Callable) -> None:
+    check(__name__, name, in_two_processes)

@@ -10,17 +10,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_mgpu.strategies import ManualAllreduceStrategy
-from tests.strategies.conftest import (
-    Net,
-    attempt,
-    fit,
-    make_strategy,
-    new_trainer,
-    rank,
-    run_in_processes,
-)
+from tests.cases import Case, Manual, check, check_refused
+from tests.strategies.conftest import Net, attempt, fit, make_strategy, new_trainer, rank
 from tests.strategies.test_buffers import Averages
-from tests.strategies.test_parity import HalvesGradients, Manual, Searches
+from tests.strategies.test_parity import HalvesGradients, Searches
 
 
 class LossBackward(Manual):
@@ -102,70 +95,54 @@ def reduce_only(tensors: list[Tensor]) -> None:
         tensors[0] += tensor
 
 
+def in_one(make: Any, said: str, **options: Any) -> Case:
+    return Case(make, lambda: options, said, in_one=(2,), in_two=())
+
+
+def in_two(make: Any, said: str, arguments: Any = dict) -> Case:
+    return Case(make, arguments, said, in_one=())
+
+
 ONE_REPLICA = "need one replica per process: leave out `replicas`"
-IN_ONE: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
-    "manual optimization": (Manual, {}, ONE_REPLICA),
-    "own backward": (OwnBackward, {}, ONE_REPLICA),
-    "sync_batchnorm": (Net, {"sync_batchnorm": True}, ONE_REPLICA),
-    "sparse": (Sparse, {}, "use nn.Embedding(sparse=False)"),
-    "hidden": (Hidden, {}, "An optimizer has a parameter that the module does not have"),
-    "edited weights, by .data": (EditsData, {}, "`training_step` edits weights"),
-    "edited weights": (EditsLate, {}, "`training_step` edits weights"),
-    "edited buffers": (Averages, {}, "A hook has edited buffers within an update"),
-    "edited gradients": (
-        HalvesGradients,
-        {"accumulate_grad_batches": 3},
-        "A hook has edited gradients",
+ALL_OR_NONE = "all of an update need one, or none"
+CASES = {
+    "manual optimization": in_one(Manual, ONE_REPLICA),
+    "own backward": in_one(OwnBackward, ONE_REPLICA),
+    "sync_batchnorm": in_one(Net, ONE_REPLICA, sync_batchnorm=True),
+    "sparse": in_one(Sparse, "use nn.Embedding(sparse=False)"),
+    "hidden": in_one(Hidden, "An optimizer has a parameter that the module does not have"),
+    "edited weights, by .data": in_one(EditsData, "`training_step` edits weights"),
+    "edited weights": in_one(EditsLate, "`training_step` edits weights"),
+    "edited buffers": in_one(Averages, "A hook has edited buffers within an update"),
+    "edited gradients": in_one(
+        HalvesGradients, "A hook has edited gradients", accumulate_grad_batches=3
     ),
-    "no loss": (lambda: Returns(lambda loss: None), {}, "every shard needs a loss"),
-    "a weight": (
-        lambda: Returns(lambda loss: {"loss": loss, "weight": 1.0}),
-        {},
-        "all of an update need one, or none",
+    "no loss": in_one(lambda: Returns(lambda loss: None), "every shard needs a loss"),
+    "a weight": in_one(lambda: Returns(lambda loss: {"loss": loss, "weight": 1.0}), ALL_OR_NONE),
+    "replicas": in_two(
+        Net, "replicas=3 must be a multiple of the 2 processes", lambda: {"replicas": 3}
     ),
-}
-IN_TWO: dict[str, tuple[Callable[[], Any], Callable[[], dict[str, Any]], str]] = {
-    "replicas": (Net, lambda: {"replicas": 3}, "replicas=3 must be a multiple of the 2 processes"),
-    "loss.backward()": (LossBackward, dict, "in the place of `self.manual_backward(loss)`"),
-    "weight 0": (
-        lambda: Returns(lambda loss: {"loss": loss, "weight": 0.0}),
-        dict,
-        "all of an update need one, or none",
-    ),
-    "random numbers by rank": (Draws, dict, "draws other random numbers"),
-    "parts": (GathersParts, dict, "all_gather of tensors of different shapes"),
-    "LBFGS": (Searches, dict, "LBFGS decides by the loss"),
-    "another Trainer": (
+    "loss.backward()": in_two(LossBackward, "in the place of `self.manual_backward(loss)`"),
+    "weight 0": in_two(lambda: Returns(lambda loss: {"loss": loss, "weight": 0.0}), ALL_OR_NONE),
+    "random numbers by rank": in_two(Draws, "draws other random numbers"),
+    "parts": in_two(GathersParts, "all_gather of tensors of different shapes"),
+    "LBFGS": in_two(Searches, "LBFGS decides by the loss"),
+    "another Trainer": in_two(
         Net,
-        lambda: {"devices": 1, "strategy": make_strategy()},
         "This Trainer wants 1 of 2 processes",
+        lambda: {"devices": 1, "strategy": make_strategy()},
     ),
 }
 
 
-def refuse_all() -> dict[str, Any]:
-    return {name: attempt(fit, make, **kwargs()) for name, (make, kwargs, _) in IN_TWO.items()}
-
-
-def check(found: str, said: str) -> None:
-    assert said in found and "\n" not in found, found
-
-
-@pytest.mark.parametrize("name", IN_ONE)
-def test_refused_in_one_process(name: str) -> None:
-    make, kwargs, said = IN_ONE[name]
-    check(attempt(fit, make, **{"replicas": 2, **kwargs}), said)
-
-
-def test_refused_in_two_processes() -> None:
-    for found in run_in_processes(2, refuse_all):
-        for name, (_, _, said) in IN_TWO.items():
-            check(found[name], said)
+@pytest.mark.parametrize("name", CASES)
+def test_refused_in_one_line(name: str, in_two_processes: Callable) -> None:
+    check(__name__, name, in_two_processes)
 
 
 def test_wrong_options() -> None:
     strategy = make_strategy(allreduce=reduce_only, replicas=2)
-    check(attempt(fit, strategy=strategy), "instead of the sum")
+    check_refused([attempt(fit, strategy=strategy)], "instead of the sum")
     for options in ({"replicas": -1}, {"allreduce": 3}):
         with pytest.raises(ValueError, match="needed are a function"):
             ManualAllreduceStrategy(**options)

@@ -3,6 +3,7 @@
 The oracle is a loop without Lightning: the mean over all things that a window of batches has.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_mgpu.strategies.loss import split_loss
-from tests.strategies.conftest import Net, assert_close, attempt, fit, run_in_processes, samples
+from tests.cases import Case, Manual, Weighted, check
+from tests.strategies.conftest import Net, samples
 
 
 def loader() -> DataLoader:
@@ -23,32 +25,12 @@ def loader() -> DataLoader:
     return DataLoader(TensorDataset(X, y), 10)
 
 
-class Weighted(Net):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        is_counted = batch[1] != 2
-        losses = F.cross_entropy(self.net(batch[0]), batch[1], reduction="none")
-        loss = (losses * is_counted).sum() / is_counted.sum()  # for 0 / 0, NaN gradients, too
-        assert loss.isnan() == (is_counted.sum() == 0)
-        return {"loss": loss, "weight": is_counted.sum()}
-
-
-class Manual(Weighted):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
+class WeightedManual(Manual, Weighted):
     def training_step(self, batch: Any, batch_idx: int) -> None:
-        output, optimizer = super().training_step(batch, batch_idx), self.optimizers()
+        output, optimizer = Weighted.training_step(self, batch, batch_idx), self.optimizers()
         optimizer.zero_grad()
         self.manual_backward(output["loss"], weight=output["weight"])
         optimizer.step()
-
-
-RUNS: dict[str, tuple[Any, int]] = {  # with how many batches per window; an epoch has six
-    "one batch": (Weighted, 1),
-    "a window": (Weighted, 4),
-    "manual optimization": (Manual, 1),
-}
 
 
 def by_hand(window: int) -> dict[str, Tensor]:
@@ -66,29 +48,24 @@ def by_hand(window: int) -> dict[str, Tensor]:
     return net.state_dict()
 
 
-def fit_run(name: str, replicas: int) -> Any:
-    make, window = RUNS[name]
-    return attempt(fit, make, loader(), None, replicas, accumulate_grad_batches=window)
+def weighted(make: Any = Weighted, window: int = 1, **runs: Any) -> Case:
+    """With how many batches per window; an epoch has six."""
+    runs = {"in_one": (1, 4), "in_two": (2, 4), **runs}
+    options = {"accumulate_grad_batches": window}
+    expected = lambda: (by_hand(window), {})  # noqa: E731
+    return Case(make, lambda: {"data": loader(), **options}, expected=expected, **runs)
 
 
-def fit_all() -> dict[tuple[str, int], Any]:
-    return {(name, k): fit_run(name, k) for name in RUNS for k in (2, 4)}
+CASES = {
+    "one batch": weighted(),
+    "a window": weighted(window=4),
+    "manual optimization": weighted(WeightedManual, in_one=(), in_two=(2,)),
+}
 
 
-@pytest.fixture(scope="module")
-def in_two_processes() -> Any:
-    return run_in_processes(2, fit_all)
-
-
-@pytest.mark.parametrize("name", RUNS)
-def test_things_count_alike(name: str, in_two_processes: list[Any]) -> None:
-    expected = by_hand(RUNS[name][1])
-    found = [each[name, 2] for each in in_two_processes]
-    if name != "manual optimization":
-        found += [in_two_processes[0][name, 4], fit_run(name, 1), fit_run(name, 4)]
-    for result in found:
-        assert not isinstance(result, str), result
-        assert_close(result[0], expected)
+@pytest.mark.parametrize("name", CASES)
+def test_things_count_alike(name: str, in_two_processes: Callable) -> None:
+    check(__name__, name, in_two_processes)
 
 
 def test_losses() -> None:

@@ -1,0 +1,116 @@
+"""Training in two processes, or with several replicas in one, is training on one device.
+
+A test file has a table of such runs, `CASES`, and one test that calls `check` for each. Below are
+modules and datasets of several files.
+"""
+
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from typing import Any, NamedTuple
+
+from lightning.pytorch.callbacks import BasePredictionWriter
+from torch.nn import functional as F
+from torch.utils.data import IterableDataset
+
+from tests.strategies.conftest import Net, assert_close, attempt, fit
+
+
+class Case(NamedTuple):
+    make: Callable[[], Any] = Net  # the module
+    arguments: Callable[[], dict[str, Any]] = dict  # of `fit`: data, val, options of the Trainer
+    said: str = ""  # in the one line of an error, if the run is refused
+    in_one: tuple[int | None, ...] = (3,)  # runs in one process: the replicas of each
+    in_two: tuple[int | None, ...] = (None,)  # runs in two; None is one replica per process
+    reference: int | None = None  # the replicas of one device; None is Lightning's own strategy
+    expected: Callable[[], Any] | None = None  # weights and logged values, if not of one device
+    rtol: float = 1e-10
+    rtol_logged: float = 1e-10
+
+
+def fit_case(module: str, name: str, replicas: int | None = None, **options: Any) -> Any:
+    """Weights and logged values of a case of a test file, or its error as text."""
+    case: Case = import_module(module).CASES[name]
+    return attempt(fit, case.make, **{"replicas": replicas, **case.arguments(), **options})
+
+
+def check(module: str, name: str, in_two_processes: Callable[..., list[Any]]) -> None:
+    """Compare all runs of a case, or find its error in all."""
+    case: Case = import_module(module).CASES[name]
+    runs = [fit_case(module, name, replicas) for replicas in case.in_one]
+    for replicas in case.in_two:
+        runs += in_two_processes(fit_case, module, name, replicas)
+    assert runs
+    if case.said:
+        check_refused(runs, case.said)
+        return
+    expected = case.expected() if case.expected else fit_case(module, name, case.reference)
+    for found in runs:
+        assert not isinstance(found, str), found
+        assert_close(found[0], expected[0], case.rtol)
+        # a value of one step is that of a part of the batch
+        logged = [
+            {k: v for k, v in each[1].items() if k[-5:] != "_step"} for each in (found, expected)
+        ]
+        assert_close(*logged, max(case.rtol, case.rtol_logged))
+
+
+def check_refused(runs: list[Any], said: str) -> None:
+    for found in runs:
+        assert said in found and "\n" not in found, found
+
+
+class Manual(Net):
+    """Optimizes by hand."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
+
+
+class Validated(Net):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch))
+
+
+class Weighted(Net):
+    """Samples of class 2 do not count."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        is_counted = batch[1] != 2
+        losses = F.cross_entropy(self.net(batch[0]), batch[1], reduction="none")
+        loss = (losses * is_counted).sum() / is_counted.sum()  # for 0 / 0, NaN gradients, too
+        assert loss.isnan() == (is_counted.sum() == 0)
+        return {"loss": loss, "weight": is_counted.sum()}
+
+
+class Predicts(Net):
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return batch[0][:, 0]
+
+
+class Stream(IterableDataset):
+    def __init__(self, items: Any) -> None:
+        self.items = items
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self.items
+
+
+class Writer(BasePredictionWriter):
+    """Keeps each sample's index and prediction."""
+
+    def __init__(self, interval: Any) -> None:
+        super().__init__(interval)
+        self.rows: list[tuple[int, Any]] = []
+
+    def write_on_batch_end(self, *args: Any) -> None:
+        prediction, indices = args[2:4]
+        self.rows += zip(indices, prediction.tolist(), strict=True)
+
+    def write_on_epoch_end(self, trainer: Any, module: Any, predictions: Any, indices: Any) -> None:
+        for batch, part in zip(predictions, indices[0], strict=True):
+            self.rows += zip(part, batch.tolist(), strict=True)
