@@ -3,10 +3,9 @@
 import gc
 import os
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -173,28 +172,6 @@ fit(Sleeps, devices=2, strategy="manual_allreduce")
 """
 
 
-@pytest.fixture
-def script(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen]]:
-    """Starts a plain script of two processes, and returns when the second one sleeps."""
-    (tmp_path / "train.py").write_text(SCRIPT)
-    started = []
-
-    def start(*args: str) -> subprocess.Popen:
-        line, pipe = [sys.executable, str(tmp_path / "train.py"), *args], subprocess.PIPE
-        env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-        process = subprocess.Popen(
-            line, stdout=pipe, stderr=pipe, text=True, start_new_session=True, env=env
-        )
-        started.append(process)
-        assert process.stdout is not None and process.stdout.readline() == "asleep\n"
-        return process
-
-    yield start
-    for process in started:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "args"),
@@ -203,8 +180,10 @@ def script(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen]]:
         *((number, []) for number in (signal.SIGKILL, signal.SIGTERM)),
     ],
 )
-def test_a_signal_ends_both(number: int, args: list[str], script: Callable) -> None:
-    """Before they meet, and in a step: `communicate` ends when no process holds the pipes."""
-    process = script(*args)
+def test_a_signal_ends_both(number: int, args: list[str], command: Any, tmp_path: Path) -> None:
+    """Before they meet, and in a step: no process is left behind."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+    process = command.start(launcher=("train.py", *args))  # the second one sleeps
+    assert process.stdout.readline() == "asleep\n"
     process.send_signal(number)
-    process.communicate(timeout=60)
+    command.finish(process, timeout=60)

@@ -176,21 +176,20 @@ class TripledInHalf(Net):
         return F.cross_entropy(logits, y)
 
 
-EDITED = {"shared": SharedTwice, "own": OwnBackward, "both": EditsEarlier, "one": EditsInOne}
+EDITED = SharedTwice, OwnBackward, EditsEarlier, EditsInOne
 
 
-def fit_edited(name: str) -> Any:
-    make: Any = TripledInHalf if name == "one" and world_size() == 1 else EDITED[name]
-    strategy = ManualAllreduceStrategy(bucket_cap_mb=ONE_PER_BUCKET)
-    kwargs = {"strategy": strategy} if world_size() > 1 else {}
+def fit_bucketed(make: Any) -> Any:
+    """By messages, a bucket per parameter; without processes, on one device."""
+    strategy: Any = ManualAllreduceStrategy(bucket_cap_mb=ONE_PER_BUCKET)
     with no_shared_memory():
-        return attempt(fit, make, **kwargs)
+        return attempt(fit, make, strategy=strategy if world_size() > 1 else "auto")
 
 
-@pytest.mark.parametrize("name", EDITED)
-def test_a_gradient_edited_after_it_was_sent(name: str, in_two_processes: Callable) -> None:
-    expected = fit_edited(name)
-    for found in in_two_processes(fit_edited, name):
+@pytest.mark.parametrize("make", EDITED)
+def test_a_gradient_edited_after_it_was_sent(make: Any, in_two_processes: Callable) -> None:
+    expected = fit_bucketed(TripledInHalf if make is EditsInOne else make)
+    for found in in_two_processes(fit_bucketed, make):
         assert_close(found, expected)
 
 
@@ -212,20 +211,10 @@ class Works(Fails):
     fails = False
 
 
-def fit_again() -> Any:
-    found = []
-    with no_shared_memory():
-        for make in (Fails, Works):
-            strategy: Any = ManualAllreduceStrategy(bucket_cap_mb=ONE_PER_BUCKET)
-            strategy = strategy if world_size() > 1 else "auto"
-            found.append(attempt(fit, make, strategy=strategy))
-    return found
-
-
 def test_a_failed_fit_leaves_nothing_to_the_next(in_two_processes: Callable) -> None:
-    _, expected = fit_again()
-    for failed, found in in_two_processes(fit_again):
-        assert failed == "KeyError: 'mine'"
+    assert in_two_processes(fit_bucketed, Fails) == ["KeyError: 'mine'"] * 2
+    expected = fit_bucketed(Works)
+    for found in in_two_processes(fit_bucketed, Works):
         assert_close(found, expected)
 
 

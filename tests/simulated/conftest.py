@@ -2,5 +2,5 @@
 
 import torch
 
-with_devices = ["test_commands.py", "test_steps.py", "test_watch.py"]
+with_devices = ["test_commands.py", "test_steps.py"]
 collect_ignore = ["test_simulated.py"] if hasattr(torch, "sim") else with_devices

@@ -36,12 +36,24 @@ def strategy(name: str) -> dict[str, Any]:
 ENGINES = pytest.mark.parametrize("engine", ["one device", "dp", "replicas=2"])
 
 
+WAITS: dict[str, Callable[[Tensor], Any]] = {
+    "a number": lambda X: X.item(),
+    "a copy to the CPU": lambda X: X.cpu(),
+    "from memory not pinned": lambda X: torch.ones(3).to(X.device, non_blocking=True),
+    "a number's copy": lambda X: torch.tensor(3.0, device=X.device),
+    "nonzero": lambda X: X.nonzero(),
+    "equal": lambda X: torch.equal(X, X + 1),
+    "a mask": lambda X: X[X > 0],
+}
+
+
 class Asks(LeNet):
     """Waits for the device: the tests must find it."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
-        assert loss.item() > 0
+        for wait in WAITS.values():
+            wait(loss.detach())
         return loss
 
 
@@ -107,7 +119,7 @@ def test_data_of_this_package_wait_for_no_device(
 @ENGINES
 def test_waits_are_found(steps: Callable[..., Any], engine: str) -> None:
     waits, _ = steps(Asks(), engine)
-    assert sum(waits.values()) == (2 if engine == "one device" else 4)
+    assert [*waits.values()] == [2 if engine == "one device" else 4] * len(WAITS)
     assert all("test_steps.py" in place for _, place in waits)
 
 
