@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 from lightning.pytorch.callbacks import BasePredictionWriter
 from torch.nn import functional as F
 from torch.utils.data import IterableDataset
+from torchmetrics import MetricCollection
+from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
 from tests.strategies.conftest import Net, assert_close, attempt, fit
 
@@ -85,6 +87,52 @@ class Weighted(Net):
         loss = (losses * is_counted).sum() / is_counted.sum()  # for 0 / 0, NaN gradients, too
         assert loss.isnan() == (is_counted.sum() == 0)
         return {"loss": loss, "weight": is_counted.sum()}
+
+
+class Logs(Net):
+    """Logs losses and metrics in all the usual ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.accuracy, self.train_accuracy = (
+            MulticlassAccuracy(3, average="micro") for _ in range(2)
+        )
+        self.metrics = MetricCollection([MulticlassF1Score(3), MulticlassAccuracy(3)])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        assert self.device == batch[0].device
+        loss = self.loss(batch)
+        self.log("epoch", loss, on_step=False, on_epoch=True, sync_dist=True)
+        self.train_accuracy(self.net(batch[0]), batch[1])
+        self.log("train_accuracy", self.train_accuracy, on_step=False, on_epoch=True)
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        assert outputs["loss"].ndim == 0 and outputs["loss"].device == self.device
+
+    def evaluate(self, batch: Any, kind: str) -> None:
+        loss = self.loss(batch)
+        self.log(f"{kind}_loss", loss)
+        self.log(f"{kind}_loss_synced", loss, sync_dist=True)
+        self.log(f"{kind}_number", float(batch[0][:, 0].sum()), reduce_fx="sum")
+        self.log(f"{kind}_max", batch[0].max(), reduce_fx="max")
+        self.log(f"{kind}_weighed", batch[0][:, 0].mean(), batch_size=len(batch[0]))
+        self.accuracy(self.net(batch[0]), batch[1])
+        self.log(f"{kind}_accuracy", self.accuracy)
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.evaluate(batch, "val")
+        self.metrics.update(self.net(batch[0]), batch[1])
+        self.log("val", self.loss(batch), on_step=True, on_epoch=True)
+        if batch_idx > 1:
+            self.log("val_some", self.loss(batch))
+
+    def on_validation_epoch_end(self) -> None:
+        self.log_dict(self.metrics.compute())
+        self.metrics.reset()
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.evaluate(batch, "test")
 
 
 class Predicts(Net):

@@ -10,13 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from torchmetrics import MetricCollection
-from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
 from lightning_mgpu.strategies import DataParallelStrategy
-from tests.cases import Manual, Weighted, fit_case
+from tests.cases import Logs, Manual, Weighted, fit_case
 from tests.strategies import test_parity
 from tests.strategies.conftest import Net, assert_close, attempt, fit, samples
+from tests.strategies.test_refusals import Returns
 from tests.strategies.test_weights import by_hand, loader
 
 IS_SIMULATED = torch._C._get_privateuse1_backend_name() == "sim"
@@ -74,36 +73,15 @@ class MomentumTeacher(Net):
         return super().loss(batch) + (self.teacher(batch[0]) ** 2).mean()
 
 
-class Logs(Net):
-    """Logs losses and metrics in all the usual ways; a hook's value is of the whole batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.accuracy = MulticlassAccuracy(3, average="micro")
-        self.metrics = MetricCollection([MulticlassF1Score(3), MulticlassAccuracy(3)])
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        assert self.device == batch[0].device
-        loss = self.loss(batch)
-        self.log("train_loss", loss, on_step=False, on_epoch=True)
-        self.accuracy(self.net(batch[0]), batch[1])
-        self.log("accuracy", self.accuracy, on_step=False, on_epoch=True)
-        return loss
+class LogsAfter(Logs):
+    """What a hook sees is the whole batch."""
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        assert outputs["loss"].ndim == 0 and outputs["loss"].device == self.device
+        super().on_train_batch_end(outputs, batch, batch_idx)
         self.log("after", batch[0].sum(), on_step=False, on_epoch=True)
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.metrics.update(self.net(batch[0]), batch[1])
-        self.log("val_loss", self.loss(batch))
 
-    def on_validation_epoch_end(self) -> None:
-        self.log_dict(self.metrics.compute())
-        self.metrics.reset()
-
-
-@pytest.mark.parametrize("make", [OldLayers, Compiled, MomentumTeacher, Logs])
+@pytest.mark.parametrize("make", [OldLayers, Compiled, MomentumTeacher, LogsAfter])
 def test_modules_train_and_log_as_on_one_device(make: type[Net]) -> None:
     val = DataLoader(samples(13, 5), 4)
     state, logged = fit(make, val=val)
@@ -166,18 +144,6 @@ class Gathers(Net):
         return super().loss(batch) + 0 * self.all_gather(batch[0]).sum()
 
 
-class Unequal(Net):
-    """Returns something else for shards of other sizes: 4, 3, 3 samples over three devices."""
-
-    def __init__(self, make: Callable[[Tensor], Any]) -> None:
-        super().__init__()
-        self.make = make
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = self.loss(batch)
-        return loss if len(batch[0]) == 3 else self.make(loss)
-
-
 REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     "manual optimization": (Manual, {}, "has no manual optimization"),
     "sync_batchnorm": (Net, {"sync_batchnorm": True}, "has no sync_batchnorm"),
@@ -189,9 +155,9 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     ),
     "a parameter set by each shard": (ShiftedByFirstBatch, {}, "loses edits that differ"),
     "all_gather in a step": (Gathers, {}, "has no all_gather inside a step"),
-    "no loss of a shard": (lambda: Unequal(lambda loss: None), {}, "needs a loss of every shard"),
+    "no loss of a shard": (lambda: Returns(lambda loss: None), {}, "needs a loss of every shard"),
     "a weight of a shard": (
-        lambda: Unequal(lambda loss: {"loss": loss, "weight": 1}),
+        lambda: Returns(lambda loss: {"loss": loss, "weight": 1}),
         {},
         "weights of all or none",
     ),

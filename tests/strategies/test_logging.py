@@ -6,45 +6,14 @@ from typing import Any
 import pytest
 import torch
 from torch.utils.data import DataLoader
-from torchmetrics.classification import MulticlassAccuracy
 
-from tests.cases import Case, Stream, check
+from tests.cases import Case, Logs, Stream, check
 from tests.strategies.conftest import Net, assert_close, new_trainer, samples
 
 
 def val_loaders() -> list[DataLoader]:
     """The last batches have 1 and 3 samples more than a whole number of shards."""
     return [DataLoader(samples(59, 5), 7), DataLoader(samples(23, 6), 4)]
-
-
-class Logs(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.accuracy = MulticlassAccuracy(3, average="micro")
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = self.loss(batch)
-        self.log("epoch", loss, on_step=False, on_epoch=True, sync_dist=True)
-        return loss
-
-    def evaluate(self, batch: Any, kind: str) -> None:
-        loss = self.loss(batch)
-        self.log(f"{kind}_loss", loss)
-        self.log(f"{kind}_loss_synced", loss, sync_dist=True)
-        self.log(f"{kind}_number", float(batch[0][:, 0].sum()), reduce_fx="sum")
-        self.log(f"{kind}_max", batch[0].max(), reduce_fx="max")
-        self.log(f"{kind}_weighed", batch[0][:, 0].mean(), batch_size=len(batch[0]))
-        self.accuracy(self.net(batch[0]), batch[1])
-        self.log(f"{kind}_accuracy", self.accuracy)
-
-    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        self.evaluate(batch, "val")
-        self.log("val", self.loss(batch), on_step=True, on_epoch=True)
-        if batch_idx > 1:
-            self.log("val_some", self.loss(batch))
-
-    def test_step(self, batch: Any, batch_idx: int) -> None:
-        self.evaluate(batch, "test")
 
 
 class Plateau(Logs):
