@@ -102,19 +102,27 @@ def test_the_processes_of_a_measurement_share_the_cores(monkeypatch: pytest.Monk
             rounds.seconds_per_step(result)
 
 
-def test_every_round_begins_with_another_and_what_fails_is_not_tried_again() -> None:
+def test_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each begins with another. What fails is not tried again, and Ctrl-C keeps what is done."""
     tried: list[str] = []
 
     def measure(result: dict[str, Any]) -> float:
-        tried.append(result["title"])
-        if result["title"] == "b":
+        tried.append(result["engine"])
+        if result["engine"] == "book":
             raise RuntimeError("no\nport")
+        if len(tried) == 9:
+            raise KeyboardInterrupt
         return 0.1
 
-    results = [{"title": title, "seconds": [], "error": ""} for title in "abc"]
-    rounds.measure_in_rounds(results, 3, measure)
-    assert tried == [*"abc", *"ca", *"ca"] and results[1]["error"] == "no port"
-    assert results[0]["seconds"] == [0.1] * 3 and results[1]["seconds"] == []
+    monkeypatch.setattr(cli, "seconds_per_step", measure)
+    words = "--run_dir bench --only steps --models LeNet --strategies ddp --repeats 3"
+    with pytest.raises(KeyboardInterrupt):
+        cli.benchmark_command(words.split())
+    first, second, third = ["loop", "auto", "book", "ddp"], ["auto", "ddp", "loop"], ["ddp", "loop"]
+    assert tried == first + second + third
+    steps = json.loads(Path("bench/benchmark.json").read_text())["steps"]
+    assert [each["seconds"] for each in steps] == [[0.1, 0.1], [0.1, 0.1], [], [0.1, 0.1, 0.1]]
+    assert [each["error"] for each in steps] == ["", "", "no port", ""]
 
 
 def test_ratios_are_taken_within_a_round() -> None:
@@ -133,19 +141,6 @@ def test_ratios_are_taken_within_a_round() -> None:
     [*_, first, second] = exchange_tables([ring, textbook])
     assert first == "| ring | 1.5 x MB | 2 (2.00) |"
     assert second == "| textbook | 3 x MB | 4 (1.00) |"
-
-
-def test_ctrl_c_keeps_what_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(result: dict[str, Any]) -> float:
-        if result["engine"] == "auto":
-            raise KeyboardInterrupt
-        return 0.1
-
-    monkeypatch.setattr(cli, "seconds_per_step", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        cli.benchmark_command(["--run_dir", "bench", "--only", "steps", "--strategies", "ddp"])
-    steps = json.loads(Path("bench/benchmark.json").read_text())["steps"]
-    assert [each["seconds"] for each in steps[:2]] == [[0.1], []]
 
 
 @pytest.mark.parametrize(

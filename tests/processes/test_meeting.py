@@ -1,27 +1,20 @@
 """Rows of all processes, in shared memory and by messages."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-import torch.distributed as dist
 
-from lightning_mgpu.processes.meeting import Meeting
-from tests.strategies.conftest import IN_MEMORY, attempt, rank, run_in_processes, world_size
+from tests.strategies.conftest import (
+    IN_MEMORY,
+    attempt,
+    new_meeting,
+    rank,
+    run_in_processes,
+    world_size,
+)
 
 LENGTHS = [0, 1, 900, 1024, 4000, 4096, 9000]  # a cell has place for 1,024 bytes
-
-
-def new_meeting(in_memory: bool) -> Meeting:
-    if not dist.is_initialized():
-        dist.init_process_group("gloo")
-    trainer = SimpleNamespace(received_sigterm=False, interrupted=False)
-    meeting = Meeting(rank(), world_size(), dist.group.WORLD, 3.0, trainer)
-    if in_memory:
-        meeting.use_memory()
-        assert meeting.cells is not None
-    return meeting
 
 
 def row_of(process: int, length: int) -> Any:
@@ -29,7 +22,10 @@ def row_of(process: int, length: int) -> Any:
 
 
 def meet_all(in_memory: bool) -> Any:
-    meeting = new_meeting(in_memory)
+    meeting = new_meeting(seconds=3)
+    if in_memory:
+        meeting.use_memory()
+        assert meeting.cells is not None
     objects = [{"a": [each] * 999 * each} for each in range(world_size())]
     assert meeting.gather_objects(objects[rank()], "objects") == objects
     for length in LENGTHS * 2:

@@ -2,18 +2,15 @@
 
 import time
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from lightning_mgpu.allreduce import foreach_allreduce, ring_allreduce, textbook_allreduce
-from lightning_mgpu.processes.meeting import Meeting
 from lightning_mgpu.routes.buckets import Bucket, group_parameters
 from lightning_mgpu.routes.courier import Courier
 from lightning_mgpu.routes.sums import Message, sum_by_all, sum_by_owners, sum_in_place
@@ -23,6 +20,7 @@ from tests.strategies.conftest import (
     assert_close,
     attempt,
     fit,
+    new_meeting,
     no_shared_memory,
     rank,
     run_in_processes,
@@ -42,11 +40,8 @@ ONE_PER_BUCKET = 1e-9  # MB
 
 
 def new_courier() -> Courier:
-    trainer = SimpleNamespace(interrupted=False, received_sigterm=False)
-    if world_size() > 1 and not dist.is_initialized():
-        dist.init_process_group("gloo")
-    group = dist.group.WORLD if world_size() > 1 else None
-    return Courier(Meeting(rank(), world_size(), group, 10, trainer), group, False)
+    meeting = new_meeting()
+    return Courier(meeting, meeting.group, False)
 
 
 def sum_rows(way: Any, allreduce: Any, num_rows: int) -> bool:

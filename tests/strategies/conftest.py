@@ -14,10 +14,12 @@ from datetime import timedelta
 from importlib import import_module
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -71,6 +73,16 @@ class Net(LightningModule):
 
 def make_strategy(seconds: float = 20, **kwargs: Any) -> ManualAllreduceStrategy:
     return ManualAllreduceStrategy(timeout=timedelta(seconds=seconds), **kwargs)
+
+
+def new_meeting(seconds: float = 10) -> Meeting:
+    """Of all processes that run this, without a Trainer."""
+    group, trainer = None, SimpleNamespace(received_sigterm=False, interrupted=False)
+    if world_size() > 1:
+        if not dist.is_initialized():
+            dist.init_process_group("gloo")
+        group = dist.group.WORLD
+    return Meeting(rank(), world_size(), group, seconds, trainer)
 
 
 def new_trainer(replicas: int | None = None, **kwargs: Any) -> Trainer:
