@@ -113,10 +113,10 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
             raise MisconfigurationException(
                 "LBFGS decides by the loss, of which each process knows its part: take one process."
             )
-        schedulers = [each for each in trainer.lr_scheduler_configs if each.interval == "step"]
-        if self.num_local > 1 and any(each.monitor for each in schedulers):
+        plateaus = [each for each in trainer.lr_scheduler_configs if each.reduce_on_plateau]
+        if self.num_local > 1 and any(each.interval == "step" for each in plateaus):
             raise MisconfigurationException(
-                "A scheduler of every step with a `monitor` would act on the last replica's value: "
+                "A scheduler that follows a value in every step would act on the last replica's value: "
                 "let it act once per epoch, or leave out `replicas`."
             )
         # from torch's generator: two fits of a script draw other numbers, and a fit after the same

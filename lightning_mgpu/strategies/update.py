@@ -55,8 +55,9 @@ class Update:
         """The outputs of the user's step on each shard."""
         if self.strategy.num_replicas == 1:
             return [step(shards[0])]
+        if self.buffers:
+            self.buffers.refuse_edits(is_thorough=True)
         buffers = self.buffers or ReplicaBuffers(self.module, self.num_local)
-        buffers.refuse_edits(is_thorough=True)
         outputs, before = [], self._look_at_weights()
         for i, shard in enumerate(shards):
             buffers.hold(i)

@@ -19,7 +19,8 @@ KNOWN = {  # a part, and the others that it may import
     "data": {"shards"},
     "runs": set(),
     "processes": {"shards"},
-    "strategies": {"allreduce", "shards", "processes"},
+    "routes": {"allreduce", "processes"},
+    "strategies": {"allreduce", "shards", "processes", "routes"},
     "callbacks": {"runs"},
 }
 DROPPABLE = (

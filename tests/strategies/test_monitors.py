@@ -28,7 +28,7 @@ class FollowsSteps(Net):
 
 def test_a_scheduler_of_every_step_needs_one_replica_per_process() -> None:
     found = attempt(fit, FollowsSteps, replicas=2)
-    assert "A scheduler of every step with a `monitor`" in found and "\n" not in found
+    assert "A scheduler that follows a value in every step" in found and "\n" not in found
 
 
 class EvaluatesBoth(Net):
