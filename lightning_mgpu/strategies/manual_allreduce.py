@@ -116,7 +116,7 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
         plateaus = [each for each in trainer.lr_scheduler_configs if each.reduce_on_plateau]
         if self.num_local > 1 and any(each.interval == "step" for each in plateaus):
             raise MisconfigurationException(
-                "A scheduler that follows a value in every step would act on the last replica's value: "
+                "A scheduler that follows a value in every step would act on the last replica's: "
                 "let it act once per epoch, or leave out `replicas`."
             )
         # from torch's generator: two fits of a script draw other numbers, and a fit after the same
