@@ -10,6 +10,8 @@ import socket
 import sys
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,6 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_mgpu import allreduce
 from lightning_mgpu.data import batch_loader
-from lightning_mgpu.exchanges import ExchangeStrategy, exact, power_sgd, sign, top_k
 from lightning_mgpu.strategies import ManualAllreduceStrategy
 from tests.runs.conftest import OWN
 from tests.strategies.conftest import (
@@ -148,20 +149,18 @@ RUNS: dict[str, tuple[Callable[..., Any], type[Random], dict[str, Any]]] = {
     "window": (MANUAL, Evaluates, {"accumulate_grad_batches": 4, "val_check_interval": 3}),
     "finds a rate": (MANUAL, FindsRate, {}),
     "two replicas": (partial(MANUAL, replicas=2), Random, {}),
-    **{
-        each.__name__: (partial(ExchangeStrategy, each), Random, {"max_epochs": 3})
-        for each in (exact, top_k, power_sgd, sign)
-    },
-    "top_k, accumulated": (
-        partial(ExchangeStrategy, top_k),
-        Random,
-        {"accumulate_grad_batches": 4},
-    ),
-    "top_k, uneven": (partial(ExchangeStrategy, top_k), Sometimes, {}),
 }
-SHUFFLED_BY_TORCH = [*RUNS][1:9]
-RESUMED = "textbook", "top_k", "power_sgd"
-BY_MESSAGES = "window", "two replicas", "power_sgd", "top_k, uneven"
+SHUFFLED_BY_TORCH = [*RUNS][1:]
+if find_spec("lightning_mgpu.exchanges"):  # which can be deleted
+    exchanges: Any = import_module("lightning_mgpu.exchanges")
+    for name in ("exact", "top_k", "power_sgd", "sign"):
+        exchange = partial(exchanges.ExchangeStrategy, getattr(exchanges, name))
+        RUNS[name] = exchange, Random, {"max_epochs": 3}
+    by_top_k = RUNS["top_k"][0]
+    RUNS["top_k, accumulated"] = by_top_k, Random, {"accumulate_grad_batches": 4}
+    RUNS["top_k, uneven"] = by_top_k, Sometimes, {}
+RESUMED = {"textbook", "top_k", "power_sgd"} & RUNS.keys()
+BY_MESSAGES = {"window", "two replicas", "power_sgd", "top_k, uneven"} & RUNS.keys()
 
 
 def run(name: str, **kwargs: Any) -> Trainer:
@@ -179,11 +178,11 @@ def train_all(directory: Path) -> dict[str, str]:
     """The last runs go on where fewer processes have stopped, twice."""
     k = world_size()
     digests = {name: digest(run(name)) for name in RUNS if name != "two replicas" or k < 4}
-    for name in BY_MESSAGES if k > 1 else ():
+    for name in sorted(BY_MESSAGES) if k > 1 else ():
         for is_one_machine in (True, False):
             with no_shared_memory(is_one_machine):
                 assert name not in digests or digest(run(name)) == digests[name], name
-    for name in RESUMED:
+    for name in sorted(RESUMED):
         resume = None
         for epochs in (1, 2, 3):
             trainer = run(name, resume=resume, max_epochs=epochs)
@@ -200,7 +199,7 @@ def test_the_same_bits_in_1_2_and_4_processes(tmp_path: Path) -> None:
     digests = one[0]
     assert four == [{name: digests[name] for name in digests if name != "two replicas"}] * 4
     assert digests.pop("looks") == digests["evaluates"]  # a look moves nothing
-    assert digests.pop("exact") == digests["textbook"]
+    assert digests.pop("exact", digests["textbook"]) == digests["textbook"]
     for name in RESUMED:
         assert digests.pop(f"{name}, resumed") == digests[name]
     assert len(set(digests.values())) == len(digests)  # `ring` adds in another order

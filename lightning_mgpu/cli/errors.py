@@ -20,7 +20,7 @@ from lightning_mgpu.tools import UsageError, did_you_mean, last_part
 
 TRACEBACK_FLAG = "--traceback"
 PACKAGES = (Path(__file__).parents[1], Path(str(lightning.__file__)).parent)
-MISSING_EXTRA = re.compile("No module named '(timm|optuna|onnx|onnxscript)'")
+MISSING_EXTRA = re.compile("No module named '(timm|optuna)'")
 CLASS_HINT = "a class is given by its name, or by its path: my_package.MyClass"
 # lines of jsonargparse that name its internals or repeat the first line, and parts of lines
 NOISE_LINE = re.compile(

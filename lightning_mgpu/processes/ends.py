@@ -70,13 +70,13 @@ def handle_signals(trainer: Any) -> None:
 
     The first process passes the signal on to those that it has started. Each ends after its batch.
     """
-    environment = trainer.meeting.cluster_environment
+    environment = trainer.strategy.cluster_environment
     if trainer.world_size > 1 and getattr(environment, "auto_requeue", False):
         raise MisconfigurationException(
             "SLURM's auto_requeue saves a checkpoint within a step, where processes may wait for "
             "each other: plugins=SLURMEnvironment(auto_requeue=False)."
         )
-    connector, launcher = trainer._signal_connector, trainer.meeting.launcher
+    connector, launcher = trainer._signal_connector, trainer.strategy.launcher
 
     def note(number: int, frame: Any) -> None:
         if not connector.received_sigterm and launcher is not None:

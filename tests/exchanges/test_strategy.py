@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import seed_everything
+from lightning.pytorch.callbacks import LearningRateFinder
 from torch import Tensor
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.utils.data import DataLoader
@@ -14,7 +15,15 @@ from torch.utils.data import DataLoader
 from lightning_mgpu.exchanges import ExchangeStrategy, LocalSGDStrategy, top_k
 from lightning_mgpu.strategies import ManualAllreduceStrategy
 from tests.cases import Manual
-from tests.strategies.conftest import Net, assert_close, attempt, rank, samples
+from tests.strategies.conftest import (
+    Net,
+    assert_close,
+    attempt,
+    fit,
+    rank,
+    run_in_processes,
+    samples,
+)
 from tests.test_bits import Random, digest, train
 
 
@@ -184,3 +193,14 @@ def test_weights_now_and_then(tmp_path: Path, in_two_processes: Callable) -> Non
         assert said in found[name] and "\n" not in found[name], found[name]
     said = attempt(train, LocalSGDStrategy(**DILOCO), resume=tmp_path / "last.ckpt")
     assert "--trainer.devices=2, which must stay: here it is 1" in said
+
+
+def find_rate() -> Any:
+    strategy = ExchangeStrategy(top_k)
+    return attempt(fit, strategy=strategy, callbacks=LearningRateFinder(update_attr=False))
+
+
+def test_a_finder_before_an_exchange_with_a_state() -> None:
+    first, second = run_in_processes(2, find_rate)
+    assert not isinstance(first, str), first
+    assert_close(first, second, rtol=1e-15)

@@ -118,14 +118,15 @@ def test_a_slow_machine_sleeps_as_long_as_it_computes(monkeypatch: pytest.Monkey
     monkeypatch.setenv(clock.NETWORK, '{"slow": [1, 3]}')
     monkeypatch.setattr(clock, "DEVICE", "lo")
     monkeypatch.setattr(clock.time, "sleep", sleep := mock.MagicMock())
-    monkeypatch.setattr(clock.time, "thread_time", lambda: strategy.cpu_seconds_in_wait + 7)
-    strategy = mock.MagicMock(cpu_seconds_in_wait=0.0, every=1)
+    monkeypatch.setattr(clock.time, "thread_time", lambda: meeting.cpu_seconds_in_wait + 7)
+    meeting = mock.MagicMock(cpu_seconds_in_wait=0.0)
+    strategy = mock.MagicMock(meeting=meeting, every=1)
     trainer: Any = mock.MagicMock(global_rank=1, callbacks=[], strategy=strategy)
     trainer.accumulate_grad_batches = 1
     step_clock = clock.StepClock()
     step_clock.on_train_start(trainer, mock.MagicMock())
-    strategy.cpu_seconds_in_wait = 5.0
-    monkeypatch.setattr(clock.time, "thread_time", lambda: strategy.cpu_seconds_in_wait + 9)
+    meeting.cpu_seconds_in_wait = 5.0
+    monkeypatch.setattr(clock.time, "thread_time", lambda: meeting.cpu_seconds_in_wait + 9)
     step_clock.on_train_batch_end(trainer, None, None, None, 0)
     sleep.assert_called_once_with(4)
 

@@ -3,13 +3,11 @@
 from typing import Any
 
 import torch
-from lightning.pytorch.callbacks import LearningRateFinder
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
-from lightning_mgpu.exchanges import ExchangeStrategy, top_k
 from tests.strategies.conftest import Net, assert_close, attempt, fit, run_in_processes, samples
 
 
@@ -63,17 +61,6 @@ def test_an_evaluation_of_two_loaders_needs_equal_shares() -> None:
     for refused, *found in run_in_processes(2, evaluate_all):
         assert "have other shares of their batches" in refused and "\n" not in refused
         assert_close(found, expected[1:], rtol=1e-6)
-
-
-def find_rate() -> Any:
-    strategy = ExchangeStrategy(top_k)
-    return attempt(fit, strategy=strategy, callbacks=LearningRateFinder(update_attr=False))
-
-
-def test_a_finder_before_an_exchange_with_a_state() -> None:
-    first, second = run_in_processes(2, find_rate)
-    assert not isinstance(first, str), first
-    assert_close(first, second, rtol=1e-15)
 
 
 class Looks(Net):
