@@ -1,4 +1,4 @@
-"""What is refused of a parsed configuration, before anything is built: calls, and numbers."""
+"""Refuses calls and wrong numbers in a parsed configuration, before anything is built."""
 
 import pydoc
 from inspect import isclass

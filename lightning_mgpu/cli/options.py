@@ -15,13 +15,9 @@ from typing import Any
 
 from lightning.pytorch.strategies import StrategyRegistry
 
+from lightning_mgpu.cli import yaml_files
 from lightning_mgpu.cli.strategy_names import full_path, strategy_config
-from lightning_mgpu.cli.yaml_files import (
-    find_config,
-    read_config,
-    read_default_config,
-    read_run_config,
-)
+from lightning_mgpu.cli.yaml_files import find_config, read_config, read_default_config
 from lightning_mgpu.runs.checkpoints import read_checkpoint
 from lightning_mgpu.runs.directory import CONFIG, config_beside, find_run, flatten, read_run_json
 from lightning_mgpu.tools import UsageError, last_part
@@ -60,7 +56,7 @@ def read_options(subcommand: str, args: Sequence[str]) -> Options:
         raise UsageError("--resume: only `fit` can go on with a run")
     if resumed:
         run_dir = find_run(resumed[-1])
-        base = read_run_config(run_dir / CONFIG)
+        base = yaml_files.read_run_config(run_dir / CONFIG)
         base.setdefault("weights", read_run_json(run_dir).get("weights"))
     else:
         path = ckpt_path or given.get("weights")
@@ -112,7 +108,7 @@ def config_of(ckpt_path: str, given: dict[str, Any]) -> dict[str, Any]:
     path = config_beside(ckpt_path)
     if path is None and "model" not in given:
         raise UsageError(f"{ckpt_path} is in no run directory: give --config=FILE, or --model")
-    config = read_run_config(path) if path else {}
+    config = yaml_files.read_run_config(path) if path else {}
     return {key: config[key] for key in ("seed_everything", "model", "data") if key in config}
 
 

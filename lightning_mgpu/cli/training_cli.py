@@ -120,7 +120,7 @@ class TrainingCLI(LightningCLI):
             raise UsageError(explain(str(error), self.options.given, known)) from error
 
     def options_of_classes(self, base: str, args: list[str]) -> list[str]:
-        """The options of the classes given, found without the others, such as a wrong one."""
+        """The options of the classes given, found without the others, of which one is wrong."""
         is_class = re.compile("--(model|data|trainer.strategy|model.optimizer|model.lr_scheduler)=")
         try:
             config = self.parser.parse_args([f"--config={base}", *filter(is_class.match, args)])

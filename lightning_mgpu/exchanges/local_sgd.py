@@ -147,7 +147,9 @@ class LocalSGDStrategy(ExchangeStrategy):
         if {*self._find_trained()} != {*self._weights}:
             raise RuntimeError("Between two exchanges of weights, `requires_grad` must not change.")
         differences = {p: (X - p) / self.num_replicas for p, X in self._weights.items()}
-        self.update, buffers = None, ReplicaBuffers(self.module, 1)
+        buffers = ReplicaBuffers(self.module, 1)
+        if self.update:  # of a window that goes on
+            self.update.buffers = None
         lrs = [group["lr"] for each in self.optimizers for group in each.param_groups]
         names = [name for name, p in self.module.named_parameters() if p in differences]
         since_last = crc32(repr((self._facts, checksum(lrs), names)).encode())
@@ -159,7 +161,9 @@ class LocalSGDStrategy(ExchangeStrategy):
         self._weights = {}
 
     def sync_buffers(self, update: Any = None) -> None:
-        """They are shared when weights are."""
+        """After an update they are shared when weights are, and not in every step."""
+        if not self._num_updates:
+            super().sync_buffers(update)
 
     def compare_weights(self) -> None:
         if not self._num_updates:  # else they differ

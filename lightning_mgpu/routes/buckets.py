@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 ALIGNMENT = 64  # bytes: where a parameter's part of a row may begin
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 Gradients = dict[Tensor, Tensor]
 """By parameter. One without a gradient is left out."""
 
@@ -78,14 +79,13 @@ class Bucket:
     def holds(self, replicas: Sequence[Gradients]) -> bool:
         """Whether the rows still are these gradients.
 
-        NaN equals nothing, so it does not hold. On GPUs the numbers are not read, which would wait
-        for them: an edit by `.data` is not seen there.
+        On GPUs the numbers are not read, which would wait for them: an edit by `.data` is not seen.
         """
         own = [{p: each[p] for p in self.parameters if p in each} for each in replicas]
         if not self.own.is_cpu:
             return versions_of(own) == self.versions
         return all(
-            torch.equal(view, gradients[p]) if p in gradients else not view.any()
+            torch.equal(bits(view), bits(gradients[p])) if p in gradients else not view.any()
             for row, gradients in zip(self.rows, own)
             for view, p in zip(row, self.parameters)
         )
@@ -109,6 +109,12 @@ def group_parameters(parameters: Sequence[Tensor], cap: float) -> list[list[Tens
 def versions_of(replicas: Sequence[Gradients]) -> list[list[tuple[int, int]]]:
     """They change when a gradient is replaced, or edited in place."""
     return [[(id(g), g._version) for g in gradients.values()] for gradients in replicas]
+
+
+def bits(X: Tensor) -> Tensor:
+    """Integers that are equal if the numbers have the same bits, as those of NaN."""
+    X = torch.view_as_real(X) if X.is_complex() else X
+    return X.view(INTEGERS[X.element_size()])
 
 
 def padded_size(parameter: Tensor) -> int:

@@ -57,14 +57,6 @@ class Courier:
         self._num_finished += 1
         return results
 
-    def drop(self) -> None:
-        """After a meeting: receive the first messages of all routes, and forget the routes."""
-        self._send_waiting()
-        while self._under_way:
-            self._under_way.popleft()[-1]()
-        self._results = {}
-        self._num_finished += 1
-
     def _send_waiting(self) -> None:
         waiting, self._waiting = self._waiting, []
         for key, route in waiting:

@@ -84,9 +84,8 @@ class Dispatcher:
         return not all(bucket.holds(replicas) for bucket in self.buckets[: self.num_early])
 
     def restart(self) -> None:
-        """Forget what has been sent in this update."""
-        self.courier.drop()
-        self.num_started = self.num_early = 0
+        """After a meeting: finish what has been sent in this update, and forget it."""
+        self.finish()
 
     def finish(self) -> dict[Any, Any]:
         """The results of all routes, by bucket."""

@@ -69,6 +69,7 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
     _is_blocked = False  # in all batches of a window but the last
     _seed = 0  # for what the steps of this fit draw
     _began: Tensor | None = None  # the state of torch's generator when it began
+    _has_drawn = False  # whether a step has drawn numbers
 
     def __init__(
         self,
@@ -119,13 +120,14 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
                 "A scheduler that follows a value in every step would act on the last replica's: "
                 "let it act once per epoch, or leave out `replicas`."
             )
+        is_on_cpu = self.root_device.type == "cpu"
         # from torch's generator: two fits of a script draw other numbers, and a fit after the same
         # `seed_everything` the same
-        self._began = torch.get_rng_state()
+        self._began, self._has_drawn = torch.get_rng_state(), not is_on_cpu
         self._seed = crc32(self._began.numpy().data)
         self._layout: dict[Tensor, Any] = {}
         self.update, self._dispatcher, self._is_blocked = None, None, False
-        is_on_cpu, timeout = self.root_device.type == "cpu", timedelta(seconds=self.meeting.timeout)
+        timeout = timedelta(seconds=self.meeting.timeout)
         # of this fit: a group that is kept would hand a failed fit's messages to the next one
         group = None if self.is_alone else dist.new_group(timeout=2 * timeout)
         self._courier = Courier(self.meeting, group, bool(self.meeting.cells) and is_on_cpu)
@@ -180,6 +182,14 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
         if self.update is None:
             self.update = Update(self)
         return self.update
+
+    @property
+    def _waits(self) -> bool:
+        """Whether messages leave after the meeting.
+
+        Between GPUs, a process that fails before it meets would leave the others in a kernel.
+        """
+        return self.root_device.type != "cpu"
 
     @property
     def finds_rate(self) -> bool:
@@ -249,14 +259,12 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
             raise MisconfigurationException("Sparse gradients: use nn.Embedding(sparse=False).")
         has_gradient = [any(p in each for each in replicas) for p in dispatcher.layout]
         trained = crc32(bytes(p.requires_grad for p in dispatcher.layout))
-        # between GPUs, a process that fails before it meets would leave the others in a kernel
-        waits = self.root_device.type != "cpu"
         while True:
             is_edited = dispatcher.has_sent_other(replicas)
-            dispatcher.start_rest(replicas, self.route, waits)
+            dispatcher.start_rest(replicas, self.route, self._waits)
             if buffers:
                 route = take_all(buffers.to_row(), self.world_size)
-                self._courier.start(BUFFERS, route, waits)
+                self._courier.start(BUFFERS, route, self._waits)
             spoiled = any(bucket.has_spoiled for bucket in dispatcher.buckets)
             bits = np.packbits([is_edited, spoiled, *has_gradient])
             rows = self.compare_facts(purpose, bits, (), parameters=trained, **facts)
@@ -276,6 +284,8 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
         """A new one, if there are other parameters than in the update before."""
         layout = self.find_layout()
         if self._dispatcher is None or self._dispatcher.layout != layout:
+            if self._dispatcher is not None and self._dispatcher.num_started:
+                raise RuntimeError("A hook of a backward pass may not change `requires_grad`.")
             layout_sum = crc32(repr((*layout.values(),)).encode())
             self.compare_facts("new parameters", parameters=layout_sum)
             self._courier.kept.clear()
@@ -303,8 +313,9 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
         self._courier = self._dispatcher = None  # memory that a garbage collector would keep
         self.update, self.shards = None, ()
         super().teardown()
-        if self._began is not None and torch.equal(torch.get_rng_state(), self._began):
-            torch.rand(1)  # else a script's next fit would have the same seed
+        is_unmoved = self._began is not None and torch.equal(torch.get_rng_state(), self._began)
+        if is_unmoved and self._has_drawn:
+            torch.rand(1)  # else the steps of a script's next fit would draw the same numbers
         self._began = None
 
     def set_sums(self, sums: Gradients) -> None:
@@ -329,7 +340,9 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
         with self.draw_apart():
             batch_idx = self.module.trainer.fit_loop.total_batch_idx + 1  # -1 at the first transfer
             seed_generators(self._seed, purpose, batch_idx, self.local_replicas[i])
+            before = torch.get_rng_state()
             yield
+            self._has_drawn |= not torch.equal(torch.get_rng_state(), before)
 
     def draw_for_transfer(self, i: int) -> Any:
         is_apart = self.module.trainer.training and self.num_replicas > 1
@@ -355,7 +368,7 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
         update = update or self.update
         if update and update.buffers:
             route = take_all(update.buffers.to_row(), self.world_size)
-            self._courier.start(BUFFERS, route, waits=True)
+            self._courier.start(BUFFERS, route, self._waits)
             self.gather(np.zeros(1, np.uint8), BUFFERS)
             rows = self._courier.finish()[BUFFERS]
             write_buffers(self.module, rows.view(self.num_replicas, -1))

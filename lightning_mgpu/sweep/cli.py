@@ -227,8 +227,7 @@ def distribution(option: str, spec: dict[str, Any]) -> optuna.distributions.Base
         raise ValueError(f"{spec}: the distribution can be log_uniform_values, or left out")
     low, high, is_log = spec["min"], spec["max"], "distribution" in spec
     if not (math.isfinite(low) and math.isfinite(high) and low < high) or (is_log and low <= 0):
-        told = "min is below max, both are finite, and above 0 for log_uniform_values"
-        raise ValueError(f"--{option}: {spec}: {told}")
+        raise ValueError(f"--{option}: {spec}: min is below max, finite, and above 0 for logs")
     if isinstance(low, int) and isinstance(high, int) and not is_log:
         return IntDistribution(low, high)
     return FloatDistribution(low, high, log=is_log)
