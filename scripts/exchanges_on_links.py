@@ -2,7 +2,7 @@
 
     python scripts/exchanges_on_links.py --links 20,100 --rows ddp "ddp fp16" half top_k
     python scripts/exchanges_on_links.py --links 1,500 5,500 20,100 40,50 20,100,4
-    python scripts/exchanges_on_links.py --links 20,100 --model=ResNet18 --model.width=8
+    python scripts/exchanges_on_links.py --links 1,500 --images 8 --model=ResNet18
 
 A row has a name as in ROWS, or is the path of an exchange of your own. A link is milliseconds each
 way, Mbit/s, and the number of machines (2 if left out), which have 128 images and one thread each.
@@ -84,7 +84,7 @@ class HookedDDP(DDPStrategy):
             trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
 
 
-def fit(row: str, link: str, *options: str) -> tuple[float, float, float]:
+def fit(row: str, link: str, *options: str, images: int = BATCH) -> tuple[float, float, float]:
     """The MB that a machine sends, MB per step, and ms per step: means over the machines."""
     delay, mbit, machines = (*link.split(","), "2")[:3]
     machines = "1" if row == "alone" else machines
@@ -98,7 +98,7 @@ def fit(row: str, link: str, *options: str) -> tuple[float, float, float]:
         sys.exit(f"no row {row!r}: take {', '.join(ROWS)}, or the path of an exchange")
     line = [sys.executable, "-m", "lightning_mgpu", "network", f"--machines={machines}"]
     line += [f"--delay_ms={delay}", f"--mbit={mbit}", "fit", *options]
-    line += [f"--data.batch_size={BATCH * int(machines)}", f"{STRATEGY}={strategy}"]
+    line += [f"--data.batch_size={images * int(machines)}", f"{STRATEGY}={strategy}"]
     line += [f"{STRATEGY}{each}" for each in more]
     path = f"{Path(__file__).parent}:{os.environ.get('PYTHONPATH', '')}"
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "WANDB_MODE": "disabled"}
@@ -110,9 +110,10 @@ def fit(row: str, link: str, *options: str) -> tuple[float, float, float]:
     return total, megabytes, ms
 
 
-def measure(row: str, link: str, options: list[str]) -> str:
+def measure(row: str, link: str, images: int, options: list[str]) -> str:
     with TemporaryDirectory() as run:
-        _, megabytes, ms = fit(row, link, *FEW_STEPS, *options, f"--run_dir={run}")
+        given = (*FEW_STEPS, *options, f"--run_dir={run}")
+        _, megabytes, ms = fit(row, link, *given, images=images)
     return f"{ms:.0f} ms, {megabytes:.3f} MB"
 
 
@@ -120,11 +121,12 @@ if __name__ == "__main__":
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--links", nargs="+", default=["20,100"])
     parser.add_argument("--rows", nargs="+", default=ROWS)
+    parser.add_argument("--images", type=int, default=BATCH, help="of each machine")
     args, options = parser.parse_known_args()
     print("| per step |", " | ".join(args.links), "|")
     print("| --- " * (1 + len(args.links)) + "|")
     for row in args.rows:
         print(f"| {row} |", end="", flush=True)
         for link in args.links:
-            print(f" {measure(row, link, options)} |", end="", flush=True)
+            print(f" {measure(row, link, args.images, options)} |", end="", flush=True)
         print()

@@ -30,7 +30,7 @@ class State(UserDict):
 class Outcome(NamedTuple):
     """Results of the exchanges in an update."""
 
-    results: list[Tensor]  # in memory laid out like the parameters
+    results: list[Tensor]  # of parameters; the exchange may still use their memory
     num_bytes: int  # that a replica has sent
 
 
@@ -156,7 +156,7 @@ def take_results(parameters: dict[str, Tensor], results: dict[str, Any]) -> list
             raise RuntimeError(f"{name}: for X of {describe(p)} it returned {describe(first)}")
         if not all(torch.equal(to_bytes(each), to_bytes(first)) for each in others):
             raise RuntimeError(f"{name}: what is returned differs between replicas")
-        found.append(torch.empty_like(p).copy_(first))
+        found.append(first)
     return found
 
 

@@ -120,7 +120,8 @@ class ExchangeStrategy(ManualAllreduceStrategy):
         outcome = yield from route
         self.num_bytes[0] += outcome.num_bytes
         results = iter(outcome.results)
-        return [next(results) if p.numel() else torch.zeros_like(p) for p in bucket.parameters]
+        found = [next(results) if p.numel() else torch.zeros_like(p) for p in bucket.parameters]
+        return bucket.keep(found)
 
     def exchange_all(
         self, replicas: list[Gradients], purpose: str, buffers: Any = None, **facts: int

@@ -47,6 +47,7 @@ class Bucket:
         if memory is None:
             device = self.parameters[0].device
             memory = torch.zeros(1, sum(self.lengths), dtype=torch.uint8, device=device), 0
+        self.targets: Gradients = {}  # in whose memory sums may be left
         self.memory, rank = memory
         self.own = self.memory[rank]
         self.rows: list[list[Tensor]] = [[] for _ in range(num_rows)]
@@ -75,6 +76,16 @@ class Bucket:
         for row, gradients in zip(self.rows, replicas):
             for view, p in zip(row, self.parameters):
                 view.copy_(gradients[p]) if p in gradients else view.zero_()
+
+    def keep(self, sums: Sequence[Tensor]) -> list[Tensor]:
+        """The sums in memory that they may stay in: new one, if a parameter has no target."""
+        kept = []
+        for p, strides, X in zip(self.parameters, self.strides, sums):
+            target = self.targets.get(p)
+            if target is None or target.stride() != strides:
+                target = torch.empty_like(p)
+            kept.append(target.copy_(X))
+        return kept
 
     def holds(self, replicas: Sequence[Gradients]) -> bool:
         """Whether the rows still are these gradients.

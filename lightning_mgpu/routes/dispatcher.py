@@ -1,5 +1,6 @@
 """The dispatcher: starts the buckets of a model in their order, also within a backward pass."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -85,9 +86,20 @@ class Dispatcher:
 
     def restart(self) -> None:
         """After a meeting: finish what has been sent in this update, and forget it."""
-        self.finish()
+        self.finish({})
 
-    def finish(self) -> dict[Any, Any]:
-        """The results of all routes, by bucket."""
+    def finish(self, gradients: Gradients) -> dict[Any, Any]:
+        """The results of all routes, by bucket. They may take the memory of these gradients.
+
+        Autograd gives two parameters views of one tensor, where their gradients are equal.
+        """
+        memories = Counter(map(memory_of, gradients.values()))
+        targets = {p: g for p, g in gradients.items() if memories[memory_of(g)] == 1}
+        for bucket in self.buckets:
+            bucket.targets = {p: g for p, g in targets.items() if not g.requires_grad}
         self.num_started = self.num_early = 0
         return self.courier.finish()
+
+
+def memory_of(gradient: Tensor) -> int:
+    return gradient.untyped_storage().data_ptr()

@@ -1,7 +1,7 @@
 """Routes: how the rows of a bucket come together, and the user's allreduce sums them.
 
-Each returns copies of the sums, one for each of the bucket's parameters: of those that the
-allreduce has left in this process's first row. The copies are made while other messages travel.
+Each returns the sums, one for each of the bucket's parameters: those that the allreduce has left in
+this process's first row, copied to where they may stay, while other messages travel.
 """
 
 from collections.abc import Generator, Sequence
@@ -35,7 +35,7 @@ def sum_in_place(bucket: Bucket, allreduce: Allreduce, rank: int) -> Route:
     parts = [memory.split(bucket.lengths)[rank] for memory in bucket.memory]
     allreduce_many(allreduce, bucket.gather_rows(parts, rank))
     yield None  # the sums are there; until the next meeting each process touches its own rows only
-    return [view.clone() for view in bucket.rows[0]]
+    return bucket.keep(bucket.rows[0])
 
 
 def sum_by_owners(bucket: Bucket, allreduce: Allreduce, rank: int) -> Route:
@@ -46,7 +46,7 @@ def sum_by_owners(bucket: Bucket, allreduce: Allreduce, rank: int) -> Route:
     sums = torch.cat([part[:size] for part in parts])  # of each process's first row
     parts = yield Message(sums, [size] * num_processes, bucket.sizes)
     views = [bucket.views(part, owner) for owner, part in enumerate(parts)]
-    return [view.clone() for each in views for view in each]
+    return bucket.keep([view for each in views for view in each])
 
 
 def sum_by_all(bucket: Bucket, allreduce: Allreduce, rank: int) -> Route:
@@ -54,7 +54,7 @@ def sum_by_all(bucket: Bucket, allreduce: Allreduce, rank: int) -> Route:
     parts = yield Message(bucket.own, None, [len(bucket.own)] * 2)
     rows = bucket.gather_rows(parts, 0)
     allreduce_many(allreduce, rows)
-    return [each[rank * bucket.num_rows].clone() for each in rows]
+    return bucket.keep([each[rank * bucket.num_rows] for each in rows])
 
 
 def take_all(row: Tensor, num_processes: int) -> Route:

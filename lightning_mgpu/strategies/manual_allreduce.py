@@ -273,7 +273,7 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
             if not found[0]:
                 break
             dispatcher.restart()  # a hook has edited gradients that were on their way
-        results = dispatcher.finish()
+        results = dispatcher.finish(replicas[0])
         if buffers:
             write_buffers(self.module, results[BUFFERS].view(self.num_replicas, -1))
         sums = {p: X for b in dispatcher.buckets for p, X in zip(b.parameters, results[b])}
@@ -300,10 +300,10 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
         None starts in the first update, nor in another one with a new layout of parameters.
         """
         dispatcher = self._dispatcher
-        is_new = dispatcher is None or dispatcher.layout != self.find_layout()
-        if is_new or self._is_blocked or not self._starts_in_pass:
+        if dispatcher is None or not dispatcher.has_messages or not self._starts_in_pass:
             return nullcontext()
-        if not dispatcher.has_messages or self.module.trainer.interrupted:
+        is_new = dispatcher.layout != self.find_layout()
+        if is_new or self._is_blocked or self.module.trainer.interrupted:
             return nullcontext()
         return dispatcher.within_pass(before, self.route)
 
