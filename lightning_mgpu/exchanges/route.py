@@ -1,8 +1,8 @@
 """The route of an exchange: its generators side by side, one per parameter and replica.
 
 In a round, every generator that is not over yields tensors. All tensors of a replica travel in one
-row of bytes, and every process gets the rows of all replicas, by one message. What is sent in each
-round is agreed on in the first update of a bucket (`Plan`), and has to stay.
+row of bytes, and every process gets the rows of all replicas, by one message. Replicas agree on the
+tensors of each round in the first update of a bucket (`Plan`), and may not change them later.
 """
 
 from collections import UserDict

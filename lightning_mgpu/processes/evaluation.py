@@ -11,7 +11,7 @@ from lightning_mgpu.shards.split_batch import num_samples
 
 
 class ExactLogging:
-    """What is done with Lightning's collection of logged values before and after each step.
+    """Edits Lightning's collection of logged values before and after each step.
 
     `results` is this collection: there is none in `predict`, and it is empty before the first step.
     `given` has the `Shards` of the step's batch, of each loader.

@@ -49,7 +49,7 @@ FACTS = {
     "parameters": "has other parameters that require a gradient, or in another layout",
     "names": "logs other values than {names}. Log the same ones in every batch",
 }
-"""What the processes compare in every step, and the words for what differs."""
+"""Facts that the processes compare in every step, and the words for one that differs."""
 STEPS = "training_step", "validation_step", "test_step", "predict_step"
 
 
@@ -187,7 +187,7 @@ class ProcessPerDeviceStrategy(DDPStrategy):
 
     @contextmanager
     def draw_apart(self) -> Iterator[None]:
-        """What is drawn meanwhile does not move the generators, and what loaders draw does."""
+        """Draw without moving the generators, which only loaders move meanwhile."""
         self.kept = Generators(self.root_device.type == "cuda")
         try:
             yield
@@ -247,7 +247,7 @@ class ProcessPerDeviceStrategy(DDPStrategy):
 
     @property
     def given_shards(self) -> list[Any]:
-        """What the loaders have given for this batch: one for each that has not ended."""
+        """The `Shards` of this batch, one for each loader that has not ended."""
         return [each for each in tree_leaves(self.given) if isinstance(each, Shards)]
 
     def batch_to_device(self, batch: Any, device: Any = None, dataloader_idx: int = 0) -> Any:
@@ -257,7 +257,7 @@ class ProcessPerDeviceStrategy(DDPStrategy):
         """
         before = self.given
         self.given = batch
-        if not self.given_shards:  # somebody else's batch
+        if not self.given_shards:  # another caller's, for example of `to_onnx`
             self.given = before
             return super().batch_to_device(batch, device, dataloader_idx)
         num_shards = len(self.given_shards[0].shards)

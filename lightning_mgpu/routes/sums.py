@@ -15,7 +15,7 @@ from lightning_mgpu.routes.buckets import Bucket
 
 
 class Message(NamedTuple):
-    """What a process sends to all, itself included. All processes send at the same time."""
+    """Bytes from a process to all, itself included. All processes send at the same time."""
 
     sent: Tensor  # bytes (n,)
     lengths: Sequence[int] | None  # of the parts for each process; None: each gets all of it

@@ -18,7 +18,7 @@ class Generators:
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """What is drawn meanwhile moves these states, and not the generators' own."""
+        """Numbers that are drawn meanwhile move these states, and not the generators' own."""
         with isolate_rng(include_cuda=False):
             _set_rng_states(self.states)
             yield

@@ -63,7 +63,7 @@ def cut_indices(batch: list[Any], num_shards: int, replicas: range, *of_pass: An
 
 
 class Probe(NamedTuple):
-    """What the first sample of a loader tells, read and collated alone."""
+    """Facts from the first sample of a loader, read and collated by itself."""
 
     checksum: int  # 0 if it is another one when the sample is read again
     has_one_row: bool

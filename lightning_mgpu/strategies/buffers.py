@@ -29,7 +29,7 @@ class ReplicaBuffers:
             self.held = replica
 
     def take(self) -> None:
-        """What a step, or a backward pass, has made of the buffers that the module holds."""
+        """Keep the buffers that the module holds, as a step or a backward pass has left them."""
         if self.rows:
             self.rows[self.held] = read_buffers(self.module, self.num_bytes)
             self.seen = self._look()
