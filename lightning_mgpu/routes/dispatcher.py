@@ -89,14 +89,17 @@ class Dispatcher:
         self.finish({})
 
     def finish(self, gradients: Gradients) -> dict[Any, Any]:
-        """The results of all routes, by bucket. They may take the memory of these gradients.
+        """The results of all routes, by bucket.
 
-        Autograd gives two parameters views of one tensor, where their gradients are equal.
+        They take the memory of these gradients, if it is that of a parameter's own `grad` and of no
+        other one: autograd gives two parameters views of one tensor where their gradients are
+        equal.
         """
         memories = Counter(map(memory_of, gradients.values()))
-        targets = {p: g for p, g in gradients.items() if memories[memory_of(g)] == 1}
+        own = {p: g for p, g in gradients.items() if g is p.grad and not g.requires_grad}
+        targets = {p: g for p, g in own.items() if memories[memory_of(g)] == 1}
         for bucket in self.buckets:
-            bucket.targets = {p: g for p, g in targets.items() if not g.requires_grad}
+            bucket.targets = targets
         self.num_started = self.num_early = 0
         return self.courier.finish()
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.utils.data import DataLoader
 
+from lightning_mgpu.strategies import ManualAllreduceStrategy
 from tests.strategies.conftest import Net, assert_close, attempt, fit, samples
 
 NORM = 0.1
@@ -62,3 +63,20 @@ def test_each_replica_is_clipped(window: int, in_two_processes: Callable) -> Non
         for found in results:
             assert not isinstance(found, str), found
             assert_close(found[0], by_hand(k, window))
+
+
+class SendsOwn(ManualAllreduceStrategy):
+    """Sends tensors of its own, which stay as they are."""
+
+    def exchange_gradients(self, replicas: Any, shares: list[float]) -> None:
+        own = [{p: g.clone() for p, g in each.items()} for each in replicas]
+        super().exchange_gradients(own, shares)
+        for sent, gradients in zip(own[1:], replicas[1:]):
+            assert all(torch.equal(sent[p], gradients[p]) for p in sent)
+        first = own[0]
+        assert not any(torch.equal(g, p.grad) for p, g in first.items())
+
+
+def test_tensors_of_ones_own_are_not_overwritten() -> None:
+    found = attempt(fit, Net, DataLoader(samples(), 10), strategy=SendsOwn(replicas=2))
+    assert_close(found, fit(Net, DataLoader(samples(), 10)))
