@@ -160,7 +160,7 @@ class Pass:
         seed: For what its dataset draws.
         batches: An iterator of `Shards`.
         guard: A context for what it draws.
-        is_look: Whether it is no loop's.
+        is_look: Whether a hook or a script makes it, and not a loop.
     """
 
     def __init__(

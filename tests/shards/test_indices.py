@@ -18,6 +18,7 @@ from tests.cases import Case, check
 from tests.strategies.conftest import (
     Net,
     assert_close,
+    attempt,
     fit,
     new_trainer,
     samples,
@@ -225,7 +226,6 @@ CASES = {
     # here Lightning's own strategy draws the same
     "drawn, batch_loader": drawn(Counted, lambda: padded_by_batch_loader, in_one=(None, 3)),
     "infinite": Case(Net, infinite, in_one=()),
-    "looks": Case(Looks, not_shuffled, in_one=(), expected=lambda: fit(Any8, **not_shuffled())),
     **{f"val {size}": val_in_batches(size) for size in (1, 2, 28)},  # the last of 28 has one sample
 }
 
@@ -260,3 +260,12 @@ def test_each_sample_draws_numbers_of_its_own() -> None:
             drawn += [float(noise) for X, _ in shards for noise in X[:, 0]]
         drawn_twice.append(drawn)
     assert drawn_twice[0] == drawn_twice[1] and len(set(drawn_twice[0])) == 40
+
+
+def fit_with_and_without_looks() -> list[Any]:
+    return [attempt(fit, make, **not_shuffled()) for make in (Looks, Any8)]
+
+
+def test_a_look_moves_nothing(in_two_processes: Callable) -> None:
+    for found, expected in in_two_processes(fit_with_and_without_looks):
+        assert_close(found, expected, rtol=1e-15)
