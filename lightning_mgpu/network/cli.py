@@ -4,7 +4,7 @@
     python -m lightning_mgpu network --machines 3 --delay_ms 1,1,40 --mbit 1000,1000,50 fit
 
 A machine has one CPU process, which reaches the other machines and nothing else. At the end a table
-says what each has sent, and how long a step took, without the first 32.
+says what each has sent, and how long a step took and waited, without the first 32.
 """
 
 import json
@@ -21,7 +21,15 @@ from tempfile import TemporaryFile
 from typing import IO
 
 from lightning_mgpu.network import clock, links
-from lightning_mgpu.tools import LAST, check_range, command, make_parser, program
+from lightning_mgpu.network.steps import Steps
+from lightning_mgpu.tools import (
+    LAST,
+    check_range,
+    command,
+    errors_as_warnings,
+    make_parser,
+    program,
+)
 
 LISTS = ("delay_ms", "mbit", "slow")  # options with a value for each machine, or for all
 
@@ -34,6 +42,8 @@ def network_command(arguments: list[str]) -> None:
     add("--delay_ms", default="20", help="from one machine to another: half of it at each end")
     add("--mbit", default="100", help="per second that each can send, and receive")
     add("--slow", default="1", help="by this factor a machine computes more slowly")
+    add("--csv", help="write a row per machine and step to this file")
+    add("--picture", help="draw some steps of each machine to this file")
     add("fit", choices=["fit"], help="and its options")
     add("options", nargs=REMAINDER)
     args = parser.parse_args(arguments)
@@ -45,35 +55,29 @@ def network_command(arguments: list[str]) -> None:
         for value in values:
             check_range(name, value)
         setattr(args, name, values)
+    for option in ("csv", "picture"):
+        path = getattr(args, option)
+        if path and not Path(path).absolute().parent.is_dir():
+            parser.error(f"--{option}={path}: there is no such directory")
     if sys.platform != "linux":
         parser.error("network namespaces are Linux's")
     if (rate := max(args.mbit) / args.faster) > 500:
         print(f"--mbit: {rate:g} here, and Python carries about 500 each way, so it may be less")
     with TemporaryFile("a+b", buffering=0) as file:
         status = fit(args, file)
-        print_table(args, file)
-        if status:
-            print(how_to_go_on(args.machines, clock.read_run(file)))
+        steps = Steps(file, args.faster)
+    if len(steps.rows):
+        steps.print_table(args.mbit)
+        if args.csv:
+            steps.write_csv(args.csv)
+    if args.picture and steps.spans:
+        with errors_as_warnings(args.picture):
+            steps.draw().savefig(args.picture, dpi=110)
+    elif args.picture:
+        print(f"no {args.picture}: it needs more than {clock.WARM_UP + clock.NUM_DRAWN} steps")
+    if status:
+        print(how_to_go_on(args.machines, steps.run))
     sys.exit(status)
-
-
-def print_table(args: Namespace, file: IO[bytes]) -> None:
-    """Print what the machines' StepClocks have written, if they have."""
-    measured = [clock.read_steps(file, i) for i in range(args.machines)]
-    if not any(total for total, *_ in measured):
-        return
-    print("| machine | MB sent | MB per step | link busy | ms per step | median |")
-    print("| --- | ---: | ---: | ---: | ---: | ---: |")
-    for i, (total, mb, *times, _) in enumerate(measured):
-        ms, median = (each / args.faster for each in times)
-        busy = 800e3 * mb / ms / args.mbit[i]
-        print(f"| {i} | {total:.2f} | {mb:.4f} | {busy:.0f} % | {ms:.1f} | {median:.1f} |")
-    if args.faster != 1:
-        print(f"Times in this table are divided by {args.faster:g}; all others are measured here.")
-    shares = [f"machine {i} had {had:.2f}" for i, (*_, had) in enumerate(measured) if had < 0.9]
-    if shares:
-        advice = "take fewer machines or OMP_NUM_THREADS, or end other programs"
-        print(f"Cores are short, so do not trust the times: {', '.join(shares)} of one; {advice}.")
 
 
 def how_to_go_on(machines: int, run: Path | None) -> str:

@@ -4,9 +4,8 @@ import json
 import os
 import time
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-import numpy as np
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_mgpu.network.links import DEVICE, seconds_without_core
@@ -15,62 +14,98 @@ from lightning_mgpu.runs.record import RunRecord
 CLOCK = "LIGHTNING_MGPU_CLOCK"  # the number of an open file; without it, nothing is measured
 NETWORK = "LIGHTNING_MGPU_NETWORK"  # what `run.json` gets
 WARM_UP = 32  # steps
+NUM_DRAWN = 3  # steps after these, or so many that one of them exchanges weights
 
 
 class StepClock(Callback):
-    """Writes a line per batch: machine, batch, seconds, bytes sent by then, and `every`.
+    """Writes a line per batch: `step`, the machine, and the columns of `steps.COLUMNS`.
 
-    The last two are seconds of the main thread: with a core, and without one when it could run.
+    And a line for each bar of the picture: `span`, the machine, kind, begin and end.
     """
 
+    file: int | None = None
+    spans: list[tuple[str, float, float]] | None = None  # of the steps that are drawn
+    now, since = "", 0.0  # the span that has begun
+    before: Any = None  # the counts at the end of the last step, if this one follows on it
+
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if file := os.environ.get(CLOCK):
-            network = json.loads(os.environ[NETWORK])
-            self.slow, self.slept_at = network["slow"][trainer.global_rank], cpu_seconds(trainer)
-            for record in trainer.callbacks:  # type: ignore[attr-defined]
-                if isinstance(record, RunRecord) and record.lock is not None:
-                    record.write(network=network)
-                    os.write(int(file), f"run {record.run_dir}\n".encode())
+        if CLOCK not in os.environ:
+            return
+        self.file, self.sent, self.num_steps, self.slept = int(os.environ[CLOCK]), 0, 0, 0.0
+        network = json.loads(os.environ[NETWORK])
+        self.slow, self.slept_at = network["slow"][trainer.global_rank], cpu_seconds(trainer)
+        for record in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(record, RunRecord) and record.lock is not None:
+                record.write(network=network)
+                self.write("run", record.run_dir)
+
+    def write(self, *values: Any) -> None:
+        assert self.file is not None
+        os.write(self.file, (" ".join(map(str, values)) + "\n").encode())
+
+    def on_train_epoch_start(self, *args: Any) -> None:
+        self.before = None
+
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.before = None
+        if self.file is not None and not trainer.sanity_checking:
+            pl_module.log("sent_mb", bytes_sent() / 1e6, sync_dist=True)
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        self.begin("forward")
+
+    def on_before_backward(self, *args: Any) -> None:
+        self.begin("backward")
+
+    def on_before_optimizer_step(self, *args: Any) -> None:
+        self.begin("update")
+
+    def begin(self, kind: str) -> None:
+        """End the span that has begun."""
+        now = time.monotonic()
+        if self.spans is not None and self.now:
+            self.spans.append((self.now, self.since, now))
+        self.now, self.since = kind, now
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
-        if file := os.environ.get(CLOCK):
-            time.sleep((self.slow - 1) * (cpu_seconds(trainer) - self.slept_at))
+        if self.file is None:
+            return
+        self.begin("")
+        if self.slow > 1:
+            seconds = (self.slow - 1) * (cpu_seconds(trainer) - self.slept_at)
+            time.sleep(seconds)
+            self.slept += seconds
             self.slept_at = cpu_seconds(trainer)
-            devices = Path("/proc/self/net/dev").read_text().splitlines()
-            sent = next(line for line in devices if f"{DEVICE}:" in line).split()[9]
-            every = trainer.accumulate_grad_batches * (getattr(trainer.strategy, "every", 0) or 1)
-            step = f"{trainer.global_rank} {args[3]} {time.perf_counter()} {sent} {every}"
-            line = f"{step} {time.thread_time()} {seconds_without_core('schedstat')}\n"
-            os.write(int(file), line.encode())
+        meeting = getattr(trainer.strategy, "meeting", None)  # `ddp` waits in C++
+        waited = meeting.seconds_in_wait if meeting else float("nan")
+        used, without = time.thread_time(), seconds_without_core("schedstat")
+        now = time.monotonic(), self.slept + cpu_seconds(trainer), waited, used, without
+        nan = [float("nan")] * len(now)
+        times = [b - a for a, b in zip(self.before, now)] if self.before else nan
+        self.before, before, self.sent = now, self.sent, bytes_sent()
+        every = trainer.accumulate_grad_batches * (getattr(trainer.strategy, "every", 0) or 1)
+        columns = args[3], *times[:3], self.sent - before, *times[3:], every
+        self.write("step", trainer.global_rank, *columns)
+        self.num_steps += 1
+        if self.num_steps == WARM_UP:
+            self.spans = []
+            if meeting:
+                meeting.spans = self.spans
+        elif self.spans and self.num_steps == WARM_UP + max(NUM_DRAWN, every + 1):
+            for span in [*self.spans]:
+                self.write("span", trainer.global_rank, *span)
+            self.spans = None
+            if meeting:
+                meeting.spans = None
+
+
+def bytes_sent() -> int:
+    """By this machine, in all."""
+    devices = Path("/proc/self/net/dev").read_text().splitlines()
+    return int(next(line for line in devices if f"{DEVICE}:" in line).split()[9])
 
 
 def cpu_seconds(trainer: Trainer) -> float:
     """CPU time of the main thread, without that in which it has waited for other processes."""
-    meeting = getattr(trainer.strategy, "meeting", None)  # `ddp` waits in C++
+    meeting = getattr(trainer.strategy, "meeting", None)
     return time.thread_time() - (0.0 if meeting is None else meeting.cpu_seconds_in_wait)
-
-
-def read_run(file: IO[bytes]) -> Path | None:
-    """The run directory, if training has begun."""
-    file.seek(0)
-    return next((Path(line[4:-1].decode()) for line in file if line[:4] == b"run "), None)
-
-
-def read_steps(file: IO[bytes], machine: int) -> tuple[float, ...]:
-    """MB sent in all; MB, ms and median ms per step, over whole windows of `every` steps.
-
-    And the share of a core that the main thread had of those that it needed.
-    """
-    file.seek(0)
-    lines = [line.split() for line in file if line[:4] != b"run "]
-    rows = np.array(lines, float).reshape(-1, 7)
-    rows = rows[rows[:, 0] == machine, 1:]
-    differences = np.diff(rows, axis=0)
-    is_step = differences[:, 0] == 1  # within an epoch
-    steps = differences[is_step, 1:3][WARM_UP:]
-    every = int(rows[-1, 3]) if len(rows) else 1
-    num = len(steps) // every * every
-    ms, megabytes = (steps[:num] * (1e3, 1e-6)).T if num else np.full((2, 1), np.nan)
-    used, waited = differences[is_step, 4:].sum(0)
-    share = used / (used + waited) if used else np.nan
-    return rows[:, 2].max(initial=0) / 1e6, megabytes.mean(), ms.mean(), float(np.median(ms)), share

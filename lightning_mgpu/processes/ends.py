@@ -62,6 +62,7 @@ def wait(meeting: Any, late: Callable[[], Sequence[int]]) -> None:
             if meeting.rank != first:  # it says so
                 raise ProcessEnded(f"process {first} {ENDED}")
             raise ProcessEnded(f"waited {timeout:.0f} s (`timeout`) for process {who}. {CAUSES}")
+    meeting.seconds_in_wait += time.monotonic() - start
     meeting.cpu_seconds_in_wait += time.thread_time() - cpu_seconds
 
 

@@ -8,13 +8,17 @@ that processes at different places of a program are told apart before they wait 
 import os
 import pickle
 import secrets
-from contextlib import suppress
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd import _profiler_enabled
+from torch.profiler import record_function
 
 from lightning_mgpu.processes.ends import CAUSES, ENDED, ProcessEnded, wait
 
@@ -35,7 +39,8 @@ class Meeting:
     """
 
     cells: "Cells | None" = None  # in one machine
-    cpu_seconds_in_wait = 0.0  # of the thread that waits for other processes
+    seconds_in_wait = cpu_seconds_in_wait = 0.0  # of the thread that waits for other processes
+    spans: list[tuple[str, float, float]] | None = None  # kind, begin, end: where somebody looks
 
     def __init__(self, rank: int, size: int, group: Any, timeout: float, trainer: Any) -> None:
         self.rank, self.size, self.group, self.timeout = rank, size, group, timeout
@@ -45,6 +50,23 @@ class Meeting:
     def waits_for_nobody(self) -> bool:
         """Whether there is no other process, or an exception is on its way, which shall be seen."""
         return self.size == 1 or self.trainer.interrupted
+
+    @contextmanager
+    def span(self, kind: str) -> Iterator[None]:
+        """What profilers show, and a bar in the pictures of `network`."""
+        begin = time.monotonic()
+        with record_function(kind) if _profiler_enabled() else nullcontext():
+            yield
+        if self.spans is not None:
+            self.spans.append((kind, begin, time.monotonic()))
+
+    def watch(self, work: Any) -> Any:
+        """Note when a message has come that leaves now, if somebody looks. Returns it."""
+        if self.spans is not None:
+            spans, begin = self.spans, time.monotonic()
+            note = lambda _: spans.append(("message", begin, time.monotonic()))  # noqa: E731
+            work.get_future().add_done_callback(note)
+        return work
 
     def gather(self, row: np.ndarray, purpose: str) -> np.ndarray:
         """The rows (n,) of all processes: (P, n).
@@ -79,14 +101,16 @@ class Meeting:
         """Rows of equal length, by a message: all at once, not around a ring."""
         sent = torch.from_numpy(np.tile(row.view(np.uint8), self.size))
         received = torch.empty_like(sent)
-        self.wait_for(dist.all_to_all_single(received, sent, group=self.group, async_op=True))
+        work = dist.all_to_all_single(received, sent, group=self.group, async_op=True)
+        self.wait_for(self.watch(work))
         return received.numpy().view(row.dtype).reshape(self.size, -1)
 
     def wait_for(self, work: Any, is_on_host: bool = True) -> None:
         """Wait for a message on its way, in Python; for one between GPUs, let the device wait."""
         others = [each for each in range(self.size) if each != self.rank]
         if is_on_host:
-            wait(self, lambda: () if work.is_completed() else others)
+            with self.span("waiting"):
+                wait(self, lambda: () if work.is_completed() else others)
         try:
             work.wait()
         except RuntimeError as error:
@@ -143,6 +167,7 @@ class Cells:
         cells[rank] = cell
         os.sched_yield()  # a fence: others see the cell before the count
         counts[rank] = now
-        wait(self.meeting, lambda: np.flatnonzero(counts < now).tolist())
+        with self.meeting.span("waiting"):
+            wait(self.meeting, lambda: np.flatnonzero(counts < now).tolist())
         os.sched_yield()
         return cells

@@ -122,7 +122,7 @@ class Courier:
             sent = sent.repeat(self.meeting.size) if lengths is None else sent
             lengths = [*sizes] if lengths is None else [*lengths]
             work = dist.all_to_all_single(received, sent, [*sizes], lengths, **options)
-        wait = partial(self.meeting.wait_for, work, sent.is_cpu)
+        wait = partial(self.meeting.wait_for, self.meeting.watch(work), sent.is_cpu)
 
         def receive() -> Sequence[Tensor]:
             wait()

@@ -2,6 +2,7 @@
 
 import csv
 import re
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -38,17 +39,25 @@ class NoLogger(DummyLogger):
 
 
 class MetricsFile(NoLogger):
-    """Writes `metrics.csv`; of a resumed run, rows after `num_steps` go, as they come again."""
+    """Writes `metrics.csv`; of a resumed run, rows after `num_steps` go, as they come again.
+
+    `seconds` are those of training with its evaluations, from the last row of a resumed run on.
+    """
+
+    began: float | None = None  # while a fit runs
 
     def __init__(self, run_dir: Path, num_steps: int | None) -> None:
         super().__init__()
         self.run_dir = run_dir
         self.columns: list[str] = []
+        self.seconds = 0.0  # before
         if num_steps is not None:
             rows = [row for row in read_rows(run_dir) if None not in {*row, *row.values()}]  # torn
             self.columns = sorted({name for row in rows for name in row})
             try:
-                self.rewrite([row for row in rows if int(row["step"] or num_steps) < num_steps])
+                kept = [row for row in rows if int(row["step"] or num_steps) < num_steps]
+                self.seconds = max((float(row.get("seconds") or 0) for row in kept), default=0.0)
+                self.rewrite(kept)
             except (KeyError, ValueError) as error:
                 raise UsageError(f"{run_dir / FILE} has no steps: move it away") from error
 
@@ -59,6 +68,8 @@ class MetricsFile(NoLogger):
     @rank_zero_only
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
         row = {**metrics, "step": step}
+        if self.began is not None:
+            row["seconds"] = round(self.seconds + time.monotonic() - self.began, 3)
         if not row.keys() <= {*self.columns}:
             self.columns = sorted({*self.columns, *row})
             self.rewrite(read_rows(self.run_dir))

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import time
 import traceback
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -109,7 +110,19 @@ class RunRecord(Callback):
             (self.run_dir / MODEL).write_text(f"{pl_module}\n")
             self.write(num_parameters=count_parameters(pl_module))
 
-    on_train_start = on_validation_start = on_test_start = on_predict_start = begin
+    on_validation_start = on_test_start = on_predict_start = begin
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.begin(trainer, pl_module)
+        self.set_clock(trainer, time.monotonic())
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.set_clock(trainer, None)
+
+    def set_clock(self, trainer: Trainer, began: float | None) -> None:
+        for logger in trainer.loggers:
+            if isinstance(logger, MetricsFile):
+                logger.began = began
 
     def write_config(self) -> None:
         with replacing(self.run_dir / CONFIG) as part:

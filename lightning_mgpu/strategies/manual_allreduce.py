@@ -170,7 +170,8 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
         args = (closure_loss, self.module, optimizer, *args)
         update.run_backward(lambda: run(*args, **kwargs), self._starting_buckets)
         if not self._is_blocked:
-            self.exchange_gradients(update.gradients, update.mean_shares)
+            with self.meeting.span("sums"):
+                self.exchange_gradients(update.gradients, update.mean_shares)
             self.update = None
         return self.precision_plugin.post_backward(closure_loss, self.module)
 

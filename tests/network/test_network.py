@@ -19,7 +19,8 @@ import numpy as np
 import pytest
 
 from lightning_mgpu.network import cli, clock
-from lightning_mgpu.network.clock import WARM_UP, read_run, read_steps
+from lightning_mgpu.network.clock import WARM_UP
+from lightning_mgpu.network.steps import COLUMNS, Steps, lanes
 
 REPOSITORY = Path(__file__).parents[2]
 LINKS = REPOSITORY / "lightning_mgpu" / "network" / "links.py"
@@ -84,42 +85,44 @@ def children(process: int) -> list[int]:
     return [*map(int, Path(f"/proc/{process}/task/{process}/children").read_text().split())]
 
 
-def steps_of(*machines: list[tuple[int, float, float]], every: int = 1) -> io.BytesIO:
-    """The file of StepClocks: batch, milliseconds since the last one, bytes sent in it.
-
-    The main thread computes half of a step, and has no core for a quarter.
-    """
-    file = io.BytesIO(b"run runs/mine\n")
-    file.seek(0, os.SEEK_END)
-    for machine, steps in enumerate(machines):
-        time, sent = 7.0, 1e6
-        for batch, ms, num_bytes in steps:
-            time, sent = time + ms / 1e3, sent + num_bytes
-            line = f"{machine} {batch} {time} {sent} {every} {time / 2} {time / 4}\n"
-            file.write(line.encode())
-    return file
-
-
-def test_steps_are_measured_in_whole_windows_within_epochs() -> None:
-    warm_up = [(i, 1000.0, 1e3) for i in range(1 + WARM_UP)]
-    first = [(i + len(warm_up), ms, 1e6) for i, ms in enumerate((10, 10, 70))]
-    later = [(0, 5000.0, 1e3), (1, 10.0, 1e6), (2, 10.0, 1e6), (3, 70.0, 1e6), (4, 10.0, 1e6)]
-    file = steps_of([(0, 1.0, 0.0)], [*warm_up, *first, *later], every=3)
-    assert read_steps(file, 1) == pytest.approx([8 + 0.034, 1, 30, 10, 2 / 3])
-    assert read_run(file) == Path("runs/mine") and read_run(io.BytesIO()) is None
-    total, *others = read_steps(file, 0)
+def test_steps_are_measured_in_whole_windows_within_epochs(tmp_path: Path) -> None:
+    """The first step of an epoch has no times. Here machines are twice as fast, every is 3."""
+    file = io.BytesIO()
+    file.write(b"run runs/my run\nspan 0 forward 7 8\nstep 0 0 nan nan nan 1e6 nan nan 3\n")
+    times = ["nan", *[1.0] * WARM_UP, 0.01, 0.01, 0.07, "nan", 0.01, 0.01, 0.07, 0.01]
+    for batch, seconds in enumerate(times):
+        num_bytes = 1e3 if seconds in ("nan", 1.0) else 1e6
+        half = float(seconds) / 2
+        others = f"{seconds} {half} nan {num_bytes} {half} {half / 2} 3"
+        file.write(f"step 1 {batch} {others}\n".encode())
+    steps = Steps(file, faster=2)
+    assert steps.run == Path("runs/my run") and Steps(io.BytesIO()).run is None
+    total, mb, ms, median, waited, share = steps.summarize(1)
+    expected = [7 + 0.034, 1, 15, 5, 2 / 3]
+    assert [total, mb, ms, median, share] == pytest.approx(expected) and np.isnan(waited)
+    total, *others = steps.summarize(0)
     assert total == 1 and np.isnan(others).all()
-    assert read_steps(io.BytesIO(), 0)[0] == 0
+    steps.write_csv(str(tmp_path / "steps.csv"))
+    lines = (tmp_path / "steps.csv").read_text().split()
+    assert lines[:3] == [",".join(COLUMNS), "0,0,,,,1", "1,0,,,,0.001"]
+    assert lines[3 + WARM_UP] == f"1,{1 + WARM_UP},5,2.5,,1"
+    (axes,) = steps.draw().axes
+    assert axes.get_xlabel() == "ms, divided by 2" and axes.dataLim.intervalx.tolist() == [0, 500]
+
+
+def test_messages_that_are_under_way_together_have_lanes() -> None:
+    bars = [(0, 5), (1, 1), (2, 9), (4, 1), (6, 1)]
+    assert lanes(bars) == [0, 1, 1, 2, 0]
 
 
 def test_a_slow_machine_sleeps_as_long_as_it_computes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Twice as long, if it is to be three times as slow. CPU time in `wait` does not count."""
-    monkeypatch.setenv(clock.CLOCK, str(os.memfd_create("steps")))
+    monkeypatch.setenv(clock.CLOCK, str(file := os.memfd_create("steps")))
     monkeypatch.setenv(clock.NETWORK, '{"slow": [1, 3]}')
     monkeypatch.setattr(clock, "DEVICE", "lo")
     monkeypatch.setattr(clock.time, "sleep", sleep := mock.MagicMock())
     monkeypatch.setattr(clock.time, "thread_time", lambda: meeting.cpu_seconds_in_wait + 7)
-    meeting = mock.MagicMock(cpu_seconds_in_wait=0.0)
+    meeting = mock.MagicMock(cpu_seconds_in_wait=0.0, seconds_in_wait=0.0)
     strategy = mock.MagicMock(meeting=meeting, every=1)
     trainer: Any = mock.MagicMock(global_rank=1, callbacks=[], strategy=strategy)
     trainer.accumulate_grad_batches = 1
@@ -129,6 +132,7 @@ def test_a_slow_machine_sleeps_as_long_as_it_computes(monkeypatch: pytest.Monkey
     monkeypatch.setattr(clock.time, "thread_time", lambda: meeting.cpu_seconds_in_wait + 9)
     step_clock.on_train_batch_end(trainer, None, None, None, 0)
     sleep.assert_called_once_with(4)
+    assert os.pread(file, 99, 0).startswith(b"step 1 0 nan nan nan ")
 
 
 def test_a_link_has_the_delay_and_the_rate(machines: None) -> None:
@@ -193,7 +197,11 @@ def test_the_same_bits_as_on_one_machine(command: Any, machines: None) -> None:
 @pytest.mark.weekly
 @pytest.mark.timeout(600)
 def test_four_machines(command: Any, machines: None) -> None:
-    found, out = fingerprint(command, *FAST, "--machines=4", *FIT)
+    files = "--csv=steps.csv", "--picture=steps.png"
+    found, out = fingerprint(command, *FAST, *files, "--machines=4", *FIT, "--run_dir=run")
+    assert len(Path("steps.csv").read_text().split()) == 1 + 4 * 2 * 36
+    assert Path("steps.png").read_bytes()[:4] == b"\x89PNG"
+    assert "sent_mb" in Path("run/metrics.csv").read_text()
     rows = re.findall(r"^\| (\d) \| \S+ \| (\S+) \| \d+ % \| .*\d \|$", out, flags=re.MULTILINE)
     assert found == fingerprint(command, *FIT, *ON_ONE)[0]
     assert [row[0] for row in rows] == ["0", "1", "2", "3"]
@@ -269,6 +277,7 @@ def namespaces() -> set[str]:
         (("--faster=0", "fit"), "--faster=0.0: a number from"),
         (("--mbit=9,9,9", "fit"), "--mbit: 9,9,9: take one value, or 2, separated by commas"),
         (("--mbit=9 9", "fit"), "--mbit: could not convert string to float: '9 9'"),
+        (("--csv=none/a.csv", "fit"), "--csv=none/a.csv: there is no such directory"),
         (("test",), "argument fit: invalid choice: 'test'"),
     ],
 )

@@ -137,7 +137,10 @@ def metrics(run: Path) -> list[dict[str, str]]:
     """The rows of `metrics.csv`, without the times."""
     with (run / "metrics.csv").open(newline="") as file:
         rows = [*csv.DictReader(file)]
-    return [{key: row[key] for key in row if key != "epoch_seconds"} for row in rows]
+    times = {"epoch_seconds", "seconds"}
+    seconds = [float(row["seconds"]) for row in rows if row.get("seconds")]
+    assert seconds == sorted(seconds), "a resumed run goes on from its last row"
+    return [{key: row[key] for key in row if key not in times} for row in rows]
 
 
 def last(run: Path) -> dict[str, Any]:
