@@ -1,65 +1,160 @@
-"""Trains LeNet under each exchange on two emulated machines, and draws its test accuracy.
+"""Trains LeNet under each exchange on emulated machines, and draws its accuracy.
 
-    python scripts/accuracy_against_bytes.py sign my_exchange.my_exchange --trainer.max_epochs=1
+    python scripts/accuracy_against_bytes.py --rows ddp top_k my_exchange.my_exchange
+    python scripts/accuracy_against_bytes.py --links 5,400 --faster 4 --seeds 0 1 2 --rows ddp \\
+        "DiLoCo, every 32=--trainer.strategy=exchange_diloco --trainer.strategy.every=32"
 
-A link has 20 ms each way and 100 Mbit/s. The machines train on real images for two epochs, with
-seeds 0 and 1. A row is a name of `exchanges_on_links.py`, or the path of an exchange of your own.
-Without names those of docs/exchanges.md are made. Other options go to every run. It prints a table,
-and draws accuracy_against_bytes.png: against the MB that a machine sends, and against seconds of
-training.
+Rows and links are those of `exchanges_on_links.py`: a row is a name, the path of an exchange, or a
+label and options. Other options go to every `fit`. Every run keeps its directory under --out. A run
+with the same options, link, F, seed and commit (the last one of `lightning_mgpu/`, and what is not
+committed) is not made again, so after a kill the same command goes on. After each run the script
+writes runs.csv and draws accuracy.png: validation accuracy against the MB that a machine sends, and
+against seconds of training with its evaluations, which `--faster` divides.
 """
 
 import csv
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
+import hashlib
+import json
+import shutil
+import subprocess
 from pathlib import Path
 from statistics import mean
-from tempfile import TemporaryDirectory
+from typing import Any
 
-from exchanges_on_links import fit
+import numpy as np
+from exchanges_on_links import find_row, make_parser, network_line, read_table, run_network
 from matplotlib.figure import Figure
 
-LINK = "20,100"
+from lightning_mgpu.runs.metrics import read_rows
+
 OPTIONS = (
-    *("--trainer.max_epochs=2", "--model.optimizer=AdamW", "--model.optimizer.lr=0.002"),
-    *("--model.lr=null", "--output.curve=false", "--output.pictures=false"),
-    *("--trainer.limit_val_batches=0", "--trainer.enable_checkpointing=false"),
+    *("--model.optimizer=AdamW", "--model.optimizer.lr=0.002", "--model.lr=null"),
+    *("--output.curve=false", "--output.pictures=false", "--trainer.enable_checkpointing=false"),
+    *("--trainer.num_sanity_val_steps=0", "--trainer.enable_progress_bar=false"),
+    # multiples of 16, after which exchanges of weights come: an evaluation needs none of its own
+    *("--trainer.limit_train_batches=192", "--trainer.val_check_interval=64"),
+    "--trainer.limit_val_batches=8",
 )
-MARKERS = "os^vDPX*"  # some dots lie on others
 NAMES = ("ddp", "manual_allreduce", "top_k", "power_sgd", "local_sgd", "diloco")
+RESULT = "result.json"  # in a run's directory once it has ended
 
 
-def train(row: str, seed: int, options: list[str]) -> tuple[float, float, float]:
-    """MB that a machine sends, seconds of training, and test accuracy in the end."""
-    with TemporaryDirectory() as run:
-        own = [f"--seed_everything={seed}", f"--run_dir={run}"]
-        megabytes, *_ = fit(row, LINK, *OPTIONS, *options, *own)
-        rows = [*csv.DictReader(Path(run, "metrics.csv").read_text().splitlines())]
-    seconds = sum(float(each["epoch_seconds"] or 0) for each in rows)
-    return megabytes, seconds, next(float(each["test_acc"]) for each in rows if each["test_acc"])
+def find_version() -> str:
+    """The last commit of the package, and a checksum of what is not committed."""
+    texts = []
+    for line in ("log -1 --format=%h -- .", "diff HEAD -- ."):
+        git = ["git", "-C", str(Path(__file__).parents[1] / "lightning_mgpu"), *line.split()]
+        texts.append(subprocess.run(git, capture_output=True, text=True).stdout.strip())
+    commit, edits = texts
+    return f"{commit}-{digest(edits)}" if edits else commit
+
+
+def digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+def train(out: Path, label: str, line: list[str], about: dict[str, Any]) -> dict[str, Any]:
+    """What is known of a run: from its directory, or by making it."""
+    name = "".join(letter if letter.isalnum() else "_" for letter in label)
+    run = out / f"{name}_{digest(json.dumps([line, about['version']]))}"
+    if not (run / RESULT).exists():
+        shutil.rmtree(run, ignore_errors=True)  # of a run that has not ended
+        output = run_network([f"--csv={run}.csv", *line, f"--run_dir={run}"])
+        Path(f"{run}.csv").rename(run / "steps.csv")
+        (run / "output.txt").write_text(output)
+        sent, mb, ms = read_table(output)
+        found = {"mb": sent, "mb_per_step": mb, "ms_per_step": ms, "line": " ".join(line)}
+        found["cores_are_short"] = "Cores are short" in output
+        (run / RESULT).write_text(json.dumps(about | found, indent=2))
+    rows = read_rows(run)
+    points = [(row["seconds"], row["sent_mb"], row["val_acc"]) for row in rows if row["val_acc"]]
+    curve = np.array(points, float) / (about["faster"], 1, 1)
+    test = next(float(row["test_acc"]) for row in rows if row.get("test_acc"))
+    last = {"seconds": curve[-1, 0].round(1), "val_acc": curve[-1, 2].round(4), "test_acc": test}
+    known = json.loads((run / RESULT).read_text())
+    return {"run": run.name, "label": label, **known, **last, "curve": curve}
+
+
+def write_csv(path: Path, found: list[dict[str, Any]]) -> None:
+    """A line per run."""
+    with path.open("w", newline="") as file:
+        names = [name for name in found[0] if name != "curve"]
+        writer = csv.DictWriter(file, names, extrasaction="ignore")
+        writer.writeheader()
+        writer.writerows(found)
+
+
+def draw(found: list[dict[str, Any]]) -> Figure:
+    """Two panels per link; a line is the mean of the seeds, its band reaches over all."""
+    links = [*dict.fromkeys(each["link"] for each in found)]
+    labels = [*dict.fromkeys(each["label"] for each in found)]
+    figure = Figure(figsize=(11, 4.2 * len(links)), layout="constrained")
+    panels = figure.subplots(len(links), 2, sharey=True, squeeze=False)
+    for link, (by_mb, by_seconds) in zip(links, panels):
+        for number, label in enumerate(labels):
+            seeds = [e["curve"] for e in found if (e["link"], e["label"]) == (link, label)]
+            if not seeds:
+                continue
+            length = min(map(len, seeds))  # of a run with other options there may be fewer points
+            curves = np.stack([curve[:length] for curve in seeds])
+            seconds, mb, accuracy = curves.mean(0).T
+            for axes, x in ((by_mb, mb), (by_seconds, seconds)):
+                style = {"color": f"C{number}", "marker": "os^vDPX*"[number % 8], "markersize": 4}
+                axes.plot(x, accuracy, label=label, **style)
+                low, high = curves[:, :, 2].min(0), curves[:, :, 2].max(0)
+                axes.fill_between(x, low, high, color=f"C{number}", alpha=0.15, linewidth=0)
+        delay, mbit, machines = (*link.split(","), "2")[:3]
+        title = f"{machines} emulated machines, {delay} ms and {mbit} Mbit/s"
+        if (faster := found[0]["faster"]) != 1:
+            title += f", {faster:g} times as fast as a core"
+        by_mb.set(xscale="log", xlabel="MB sent per machine", ylabel="validation accuracy")
+        by_mb.set_title(title, loc="left", fontsize=10)
+        num = len({each["seed"] for each in found})
+        by_seconds.set_title(f"mean and range of {num} seeds", loc="right", fontsize=10)
+        by_seconds.set(xlabel="seconds of training, with its evaluations")
+        by_seconds.set_xlim(left=0)
+        by_seconds.legend(loc="lower right", fontsize=8)
+        for axes in (by_mb, by_seconds):
+            axes.grid(alpha=0.4)
+    return figure
+
+
+def print_table(found: list[dict[str, Any]]) -> None:
+    print("| exchange | link | MB per machine | ms per step | seconds | test accuracy |")
+    print("| --- | --- | ---: | ---: | ---: | --- |")
+    for label, link in dict.fromkeys((each["label"], each["link"]) for each in found):
+        runs = [each for each in found if (each["label"], each["link"]) == (label, link)]
+        mb, ms, seconds = (mean(e[n] for e in runs) for n in ("mb", "ms_per_step", "seconds"))
+        tests = ", ".join(f"{each['test_acc']:.3f}" for each in runs)
+        print(f"| {label} | {link} | {mb:.2f} | {ms:.0f} | {seconds:.0f} | {tests} |")
+    if short := [each["run"] for each in found if each["cores_are_short"]]:
+        print(f"Cores were short, so do not trust the seconds of: {', '.join(short)}")
 
 
 def main() -> None:
-    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="name")
+    parser = make_parser(__doc__)
+    parser.add_argument("--rows", nargs="+", default=NAMES)
+    parser.add_argument("--machines", type=int, default=2)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--epochs", type=int, default=2, help="of 192 batches")
+    parser.add_argument("--out", type=Path, default=Path("accuracy_against_bytes"))
     args, options = parser.parse_known_args()
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    panels = figure.subplots(1, 2, sharey=True)
-    panels[0].set(xscale="log", xlabel="MB sent per machine", ylabel="test accuracy")
-    panels[1].set(xlabel="seconds of training")
-    figure.suptitle("LeNet on two emulated machines, 20 ms and 100 Mbit/s: a dot per seed")
-    print("| exchange | MB per machine | seconds | test accuracy, two seeds |")
-    print("| --- | ---: | ---: | --- |")
-    for number, row in enumerate(args.names or NAMES):
-        found = [train(row, seed, options) for seed in (0, 1)]
-        megabytes, seconds, accuracies = zip(*found)
-        both = ", ".join(f"{each:.3f}" for each in accuracies)
-        print(f"| {row} | {mean(megabytes):.2f} | {mean(seconds):.0f} | {both} |", flush=True)
-        for axes, values in zip(panels, (megabytes, seconds)):
-            # two seeds are two dots: a line would look like a trend
-            axes.plot(values, accuracies, MARKERS[number % len(MARKERS)], label=row, alpha=0.7)
-    panels[1].set_xlim(left=0)
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right center")
-    figure.savefig("accuracy_against_bytes.png", dpi=110)
+    labels = {row: find_row(row)[0] for row in args.rows}
+    args.out.mkdir(parents=True, exist_ok=True)
+    found = []
+    version, own = find_version(), [*OPTIONS, f"--trainer.max_epochs={args.epochs}", *options]
+    links = [each if each.count(",") > 1 else f"{each},{args.machines}" for each in args.links]
+    for seed in args.seeds:  # outermost, so that the first picture of all rows comes early
+        for link in links:
+            for row, label in labels.items():
+                given = [f"--seed_everything={seed}", *own]
+                line = network_line(row, link, given, args.images, args.faster)
+                about = {"link": link, "faster": args.faster, "seed": seed, "version": version}
+                found.append(train(args.out, label, line, about))
+                print("{run}: {seconds} s, test_acc {test_acc:.4g}".format(**found[-1]), flush=True)
+                write_csv(args.out / "runs.csv", found)
+                draw(found).savefig(args.out / "accuracy.png", dpi=110)
+    print_table(found)
 
 
 if __name__ == "__main__":

@@ -4,18 +4,24 @@
     python scripts/exchanges_on_links.py --links 1,500 5,500 20,100 40,50 20,100,4
     python scripts/exchanges_on_links.py --links 1,500 --images 8 --model=ResNet18
 
-A row has a name as in ROWS, or is the path of an exchange of your own. A link is milliseconds each
-way, Mbit/s, and the number of machines (2 if left out), which have 128 images and one thread each.
-Other options go to every `fit`. It prints milliseconds per step, and the MB that a machine sends.
-Lightning broadcasts a flag before every batch; rows with a star do not.
+A row has a name as in ROWS, or is the path of an exchange of your own, or a label and options:
+
+    --rows ddp "every 32=--trainer.strategy=exchange_diloco --trainer.strategy.every=32"
+
+A link is milliseconds each way, Mbit/s, and the number of machines (2 if left out), which have 128
+images and one thread each. Machines have links of their own by 1/1/40,400/400/50,3. Other options
+go to every `fit`. It prints milliseconds per step, and the MB that a machine sends. Lightning
+broadcasts a flag before every batch; rows with a star do not.
 """
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import mean
 from tempfile import TemporaryDirectory
@@ -27,6 +33,8 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as local_sgd
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power_sgd
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
+from lightning_mgpu.network import links
 
 BATCH, EVERY = 128, 16  # images of each machine; steps between exchanges of weights
 NUM_STEPS = 33 + 3 * EVERY  # the first 32 are a warm-up, and times are differences
@@ -84,10 +92,11 @@ class HookedDDP(DDPStrategy):
             trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
 
 
-def fit(row: str, link: str, *options: str, images: int = BATCH) -> tuple[float, float, float]:
-    """The MB that a machine sends, MB per step, and ms per step: means over the machines."""
-    delay, mbit, machines = (*link.split(","), "2")[:3]
-    machines = "1" if row == "alone" else machines
+def find_row(row: str) -> tuple[str, list[str]]:
+    """The label of a row, and its options of `fit`."""
+    label, _, options = row.partition("=")
+    if options.startswith("--"):
+        return label, shlex.split(options)
     if "." in row:  # the path of an exchange
         strategy, *more = "exchange", f".exchange={row}"
     elif row in EXCHANGES:
@@ -95,38 +104,67 @@ def fit(row: str, link: str, *options: str, images: int = BATCH) -> tuple[float,
     elif row in ROWS:
         strategy, *more = f"{HERE}.HookedDDP", f".row={row}"
     else:
-        sys.exit(f"no row {row!r}: take {', '.join(ROWS)}, or the path of an exchange")
-    line = [sys.executable, "-m", "lightning_mgpu", "network", f"--machines={machines}"]
-    line += [f"--delay_ms={delay}", f"--mbit={mbit}", "fit", *options]
-    line += [f"--data.batch_size={images * int(machines)}", f"{STRATEGY}={strategy}"]
-    line += [f"{STRATEGY}{each}" for each in more]
+        known = f"{', '.join(ROWS)}, the path of an exchange, or 'label=--options'"
+        sys.exit(f"no row {row!r}: take {known}")
+    return row, [f"{STRATEGY}={strategy}", *(f"{STRATEGY}{each}" for each in more)]
+
+
+def network_line(
+    row: str, link: str, options: Sequence[str], images: int = BATCH, faster: float = 1.0
+) -> list[str]:
+    """The arguments of `network` for a row on a link."""
+    delay, mbit, machines = (*link.replace("/", " ").split(","), "2")[:3]
+    machines = "1" if row == "alone" else machines
+    line = [f"--machines={machines}", f"--delay_ms={delay}", f"--mbit={mbit}"]
+    line = [each.replace(" ", ",") for each in line]
+    batch = f"--data.batch_size={images * int(machines)}"
+    return [*line, f"--faster={faster:g}", "fit", batch, *options, *find_row(row)[1]]
+
+
+def run_network(line: Sequence[str]) -> str:
+    """Returns what it prints. It ends with this script, also after `kill -9`."""
     path = f"{Path(__file__).parent}:{os.environ.get('PYTHONPATH', '')}"
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "WANDB_MODE": "disabled"}
-    done = subprocess.run(line, env=env, capture_output=True, text=True)
-    rows = [each.split("|") for each in re.findall(r"^\| \d.*", done.stdout, flags=re.MULTILINE)]
-    if done.returncode or not rows:
-        sys.exit(f"{row}:\n{done.stdout}\n{done.stderr}")
-    total, megabytes, ms = (mean(float(each[column]) for each in rows) for column in (2, 3, 5))
-    return total, megabytes, ms
+    command = [sys.executable, "-m", "lightning_mgpu", "network", *line]
+    end_with_script = partial(links.call, *links.END_WITH_PARENT)
+    options: Any = {"capture_output": True, "text": True, "preexec_fn": end_with_script}
+    done = subprocess.run(command, env=env, **options)
+    if done.returncode or not read_table(done.stdout):
+        sys.exit(f"network {shlex.join(line)}:\n{done.stdout}\n{done.stderr}")
+    return done.stdout
 
 
-def measure(row: str, link: str, images: int, options: list[str]) -> str:
+def read_table(output: str) -> list[float]:
+    """The MB that a machine sends, MB per step, and ms per step: means over the machines."""
+    rows = [each.split("|") for each in re.findall(r"^\| \d.*", output, flags=re.MULTILINE)]
+    return [mean(float(each[column]) for each in rows) for column in (2, 3, 5) if rows]
+
+
+def measure(row: str, link: str, images: int, faster: float, options: list[str]) -> str:
     with TemporaryDirectory() as run:
         given = (*FEW_STEPS, *options, f"--run_dir={run}")
-        _, megabytes, ms = fit(row, link, *given, images=images)
+        _, megabytes, ms = read_table(run_network(network_line(row, link, given, images, faster)))
     return f"{ms:.0f} ms, {megabytes:.3f} MB"
 
 
-if __name__ == "__main__":
-    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+def make_parser(description: str | None) -> ArgumentParser:
+    options: Any = {"formatter_class": RawDescriptionHelpFormatter, "allow_abbrev": False}
+    parser = ArgumentParser(description=description, **options)
     parser.add_argument("--links", nargs="+", default=["20,100"])
-    parser.add_argument("--rows", nargs="+", default=ROWS)
     parser.add_argument("--images", type=int, default=BATCH, help="of each machine")
+    parser.add_argument("--faster", type=float, default=1.0, help="as of `network`")
+    return parser
+
+
+if __name__ == "__main__":
+    parser = make_parser(__doc__)
+    parser.add_argument("--rows", nargs="+", default=ROWS)
     args, options = parser.parse_known_args()
     print("| per step |", " | ".join(args.links), "|")
     print("| --- " * (1 + len(args.links)) + "|")
     for row in args.rows:
-        print(f"| {row} |", end="", flush=True)
+        print(f"| {find_row(row)[0]} |", end="", flush=True)
         for link in args.links:
-            print(f" {measure(row, link, args.images, options)} |", end="", flush=True)
+            cell = measure(row, link, args.images, args.faster, options)
+            print(f" {cell} |", end="", flush=True)
         print()
