@@ -15,6 +15,7 @@ against seconds of training with its evaluations, which `--faster` divides.
 import csv
 import hashlib
 import json
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
@@ -62,15 +63,16 @@ def train(out: Path, label: str, line: list[str], about: dict[str, Any]) -> dict
         output = run_network([f"--csv={run}.csv", *line, f"--run_dir={run}"])
         Path(f"{run}.csv").rename(run / "steps.csv")
         (run / "output.txt").write_text(output)
-        sent, mb, ms = read_table(output)
-        found = {"mb": sent, "mb_per_step": mb, "ms_per_step": ms, "line": " ".join(line)}
+        _, mb, ms = read_table(output)
+        found = {"mb_per_step": mb, "ms_per_step": ms, "line": shlex.join(line)}
         found["cores_are_short"] = "Cores are short" in output
         (run / RESULT).write_text(json.dumps(about | found, indent=2))
     rows = read_rows(run)
     points = [(row["seconds"], row["sent_mb"], row["val_acc"]) for row in rows if row["val_acc"]]
     curve = np.array(points, float) / (about["faster"], 1, 1)
     test = next(float(row["test_acc"]) for row in rows if row.get("test_acc"))
-    last = {"seconds": curve[-1, 0].round(1), "val_acc": curve[-1, 2].round(4), "test_acc": test}
+    seconds, mb, val_acc = curve[-1].round(4).tolist()
+    last = {"seconds": round(seconds, 1), "mb": mb, "val_acc": val_acc, "test_acc": round(test, 4)}
     known = json.loads((run / RESULT).read_text())
     return {"run": run.name, "label": label, **known, **last, "curve": curve}
 
@@ -151,7 +153,7 @@ def main() -> None:
                 line = network_line(row, link, given, args.images, args.faster)
                 about = {"link": link, "faster": args.faster, "seed": seed, "version": version}
                 found.append(train(args.out, label, line, about))
-                print("{run}: {seconds} s, test_acc {test_acc:.4g}".format(**found[-1]), flush=True)
+                print("{run}: {seconds} s, test_acc {test_acc}".format(**found[-1]), flush=True)
                 write_csv(args.out / "runs.csv", found)
                 draw(found).savefig(args.out / "accuracy.png", dpi=110)
     print_table(found)

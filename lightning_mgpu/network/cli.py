@@ -1,7 +1,6 @@
 """How long is a step on several machines? Here each is a network namespace of this one.
 
     python -m lightning_mgpu network --machines 2 --delay_ms 20 --mbit 100 fit [options]
-    python -m lightning_mgpu network --machines 3 --delay_ms 1,1,40 --mbit 1000,1000,50 fit
 
 A machine has one CPU process, which reaches the other machines and nothing else. At the end a table
 says what each has sent, and how long a step took and waited, without the first 32.
@@ -14,7 +13,6 @@ import signal
 import sys
 import time
 from argparse import REMAINDER, Namespace
-from contextlib import suppress
 from pathlib import Path
 from subprocess import Popen
 from tempfile import TemporaryFile
@@ -22,14 +20,7 @@ from typing import IO
 
 from lightning_mgpu.network import clock, links
 from lightning_mgpu.network.steps import Steps
-from lightning_mgpu.tools import (
-    LAST,
-    check_range,
-    command,
-    errors_as_warnings,
-    make_parser,
-    program,
-)
+from lightning_mgpu.tools import LAST, check_range, command, make_parser, program
 
 LISTS = ("delay_ms", "mbit", "slow")  # options with a value for each machine, or for all
 
@@ -55,10 +46,10 @@ def network_command(arguments: list[str]) -> None:
         for value in values:
             check_range(name, value)
         setattr(args, name, values)
-    for option in ("csv", "picture"):
-        path = getattr(args, option)
-        if path and not Path(path).absolute().parent.is_dir():
-            parser.error(f"--{option}={path}: there is no such directory")
+    for option, suffix in (("csv", ".csv"), ("picture", ".png")):
+        path = Path(getattr(args, option) or f"none{suffix}").absolute()
+        if path.suffix != suffix or not path.parent.is_dir():
+            parser.error(f"--{option}={path}: name a {suffix} in a directory that is there")
     if sys.platform != "linux":
         parser.error("network namespaces are Linux's")
     if (rate := max(args.mbit) / args.faster) > 500:
@@ -71,10 +62,9 @@ def network_command(arguments: list[str]) -> None:
         if args.csv:
             steps.write_csv(args.csv)
     if args.picture and steps.spans:
-        with errors_as_warnings(args.picture):
-            steps.draw().savefig(args.picture, dpi=110)
+        steps.draw().savefig(args.picture, dpi=110)
     elif args.picture:
-        print(f"no {args.picture}: it needs more than {clock.WARM_UP + clock.NUM_DRAWN} steps")
+        print(f"no {args.picture}: it has steps after the first {clock.WARM_UP}")
     if status:
         print(how_to_go_on(args.machines, steps.run))
     sys.exit(status)
@@ -108,23 +98,11 @@ def fit(args: Namespace, file: IO[bytes]) -> int:
     with Popen(line, env=env, pass_fds=[file.fileno()], start_new_session=True) as link:
         while link.poll() is None:
             try:
-                wake(link)
                 time.sleep(0.5)
+                link.send_signal(signal.SIGCONT)  # it must not stay stopped for ever
             except KeyboardInterrupt:  # the first machine's process says how to go on
                 link.send_signal(signal.SIGINT)
-                link.send_signal(signal.SIGCONT)
     if link.returncode >= 0:
         return link.returncode
     print(f"the link process, {links.describe_status(link.returncode)}: its machines ended with it")
     return 128 - link.returncode
-
-
-def wake(link: Popen) -> None:
-    """Let a link process that was stopped go on when its machines have ended: it says how."""
-    with suppress(OSError):
-        machines = Path(f"/proc/{link.pid}/task/{link.pid}/children").read_text().split()
-        files = [Path(f"/proc/{each}/stat") for each in (link.pid, *machines)]
-        mine, *states = [file.read_text().rpartition(") ")[2][0] for file in files]
-        if mine == "T" and {*states} <= {"Z"}:
-            print("the link process had been stopped, by a signal", flush=True)
-            link.send_signal(signal.SIGCONT)
