@@ -31,6 +31,7 @@ def test_every_cell_runs(
     """Each time with fewer steps and devices than on the page, and weekly as it is."""
     pytest.importorskip("lightning_mgpu.drawing")
     pytest.importorskip("lightning_mgpu.book")
+    pytest.importorskip("lightning_mgpu.network")
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
     for name in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "TMPDIR"):
         monkeypatch.setenv(name, str(tmp_path))

@@ -30,9 +30,9 @@ class Steps:
             kind, _, rest = line.decode().rstrip("\n").partition(" ")
             lines[kind].append(rest)
         self.run = Path(lines["run"][0]) if lines["run"] else None
-        spans = map(str.split, lines["span"])  # machine, kind, begin, end
-        self.spans = [(int(i), kind, float(begin), float(end)) for i, kind, begin, end in spans]
         self.faster, scale = faster, 1e3 / faster
+        spans = map(str.split, lines["span"])  # machine, kind, begin, end
+        self.spans = [(int(i), kind, scale * float(a), scale * float(b)) for i, kind, a, b in spans]
         rows = np.array([each.split() for each in lines["step"]], float).reshape(-1, 9)
         self.rows = rows[rows[:, 0].argsort(kind="stable")] * (1, 1, *[scale] * 3, 1e-6, 1, 1, 1)
 
@@ -81,12 +81,9 @@ class Steps:
                 for begin, end in sorted(own):
                     lane = lane + 1 if begin < last else 0  # messages that are under way together
                     last = max(end, last)
-                    left, width = (
-                        1e3 / self.faster * each for each in (begin - start, end - begin)
-                    )
                     above = machine - 0.28 - 0.03 * (lane % 12), 0.02
                     place = above if kind == "message" else (machine - 0.25, 0.6)
-                    axes.broken_barh([(left, width)], place, color=f"C{number}")
+                    axes.broken_barh([(begin - start, end - begin)], place, color=f"C{number}")
         axes.set_yticks(machines, [f"machine {i}" for i in machines])
         axes.set_ylim(len(machines) - 0.5, -0.65)  # machine 0 above the others
         axes.grid(axis="x", alpha=0.4)

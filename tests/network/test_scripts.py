@@ -1,0 +1,52 @@
+"""scripts/accuracy_against_bytes.py makes no run twice, and goes on after a kill."""
+
+import csv
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import REPOSITORY
+
+TABLE = "| 0 | 2.0 | 0.5 | 1 % | 30.0 | 29.0 | 1.0 |\n| 1 | 4.0 | 0.5 | 1 % | 50.0 | 49.0 | |\n"
+ROW = "twice=--trainer.strategy=exchange_diloco --trainer.strategy.options='{a: 1}'"
+
+
+def test_runs_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.syspath_prepend(str(REPOSITORY / "scripts"))
+    script: Any = pytest.importorskip("accuracy_against_bytes")
+    lines = []
+
+    def run_network(line: list[str]) -> str:
+        run = Path(line[-1].removeprefix("--run_dir="))
+        run.mkdir()
+        lines.append(line)
+        if len(lines) == 3:
+            raise KeyboardInterrupt
+        rows = "seconds,sent_mb,val_acc,test_acc\n5,0.5,0.2,\n,,,\n10,1,0.4,\n,,,0.3\n"
+        (run / "metrics.csv").write_text(rows)
+        Path(line[0].removeprefix("--csv=")).touch()
+        return TABLE
+
+    monkeypatch.setattr(script, "run_network", run_network)
+    monkeypatch.setattr(script, "find_version", lambda: "1a2b3c")
+    more = ["--rows", "top_k", ROW, "--seeds", "3", "4", "--faster=2", f"--out={tmp_path}/out"]
+    monkeypatch.setattr(sys, "argv", ["script", "--machines=3", "--links=1/1/9,100", *more])
+    with pytest.raises(KeyboardInterrupt):
+        script.main()
+    script.main()
+    script.main()
+    assert len(lines) == 5 and lines[2] == lines[3] != lines[4]
+    assert lines[1][1:5] == ["--machines=3", "--delay_ms=1,1,9", "--mbit=100", "--faster=2"]
+    assert lines[1][-3] == "--trainer.strategy=exchange_diloco"
+    assert lines[1][-2] == "--trainer.strategy.options={a: 1}"
+    rows = [*csv.DictReader((tmp_path / "out" / "runs.csv").open())]
+    found = [
+        (row["label"], row["seed"], row["mb"], row["seconds"], row["ms_per_step"]) for row in rows
+    ]
+    assert found == [
+        (label, seed, "1.0", "5.0", "40.0") for seed in "34" for label in ("top_k", "twice")
+    ]
+    assert (tmp_path / "out" / "accuracy.png").exists()
+    assert "| twice | 1/1/9,100,3 | 1.00 | 40 | 5 | 0.300, 0.300 |" in capsys.readouterr().out
