@@ -55,7 +55,7 @@ def digest(text: str) -> str:
 
 
 def train(out: Path, label: str, line: list[str], about: dict[str, Any]) -> dict[str, Any]:
-    """What is known of a run: from its directory, or by making it."""
+    """The numbers of a run: from its directory, or by making it."""
     name = "".join(letter if letter.isalnum() else "_" for letter in label)
     run = out / f"{name}_{digest(json.dumps([line, about['version']]))}"
     if not (run / RESULT).exists():

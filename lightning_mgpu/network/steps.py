@@ -16,7 +16,7 @@ KINDS = ("forward", "backward", "update", "sums", "waiting", "message")
 
 
 class Steps:
-    """What the StepClocks have written to a file.
+    """The lines that StepClocks have written to a file.
 
     `rows` has the columns of COLUMNS, then the seconds of the main thread with a core and without
     one, and `every`. Times of machines that are `faster` are divided by it. The first step of an

@@ -40,7 +40,7 @@ class Meeting:
 
     cells: "Cells | None" = None  # in one machine
     seconds_in_wait = cpu_seconds_in_wait = 0.0  # of the thread that waits for other processes
-    spans: list[tuple[str, float, float]] | None = None  # kind, begin, end: where somebody looks
+    spans: list[tuple[str, float, float]] | None = None  # kind, begin, end; None: not recorded
 
     def __init__(self, rank: int, size: int, group: Any, timeout: float, trainer: Any) -> None:
         self.rank, self.size, self.group, self.timeout = rank, size, group, timeout
@@ -53,7 +53,7 @@ class Meeting:
 
     @contextmanager
     def span(self, kind: str) -> Iterator[None]:
-        """What profilers show, and a bar in the pictures of `network`."""
+        """A span that profilers show, and `network` draws, by the name of its kind."""
         begin = time.monotonic()
         with record_function(kind) if _profiler_enabled() else nullcontext():
             yield
@@ -61,7 +61,7 @@ class Meeting:
             self.spans.append((kind, begin, time.monotonic()))
 
     def watch(self, work: Any) -> Any:
-        """Note when a message has come that leaves now, if somebody looks. Returns it."""
+        """Record when a message that leaves now has come, if spans are recorded. Returns it."""
         if self.spans is not None:
             spans, begin = self.spans, time.monotonic()
             note = lambda _: spans.append(("message", begin, time.monotonic()))  # noqa: E731
