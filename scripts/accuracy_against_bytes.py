@@ -33,7 +33,7 @@ OPTIONS = (
     *("--output.curve=false", "--output.pictures=false", "--trainer.enable_checkpointing=false"),
     *("--trainer.num_sanity_val_steps=0", "--trainer.enable_progress_bar=false"),
     # multiples of 16, after which exchanges of weights come: an evaluation needs none of its own
-    *("--trainer.limit_train_batches=192", "--trainer.val_check_interval=64"),
+    *("--trainer.limit_train_batches=144", "--trainer.val_check_interval=48"),
     "--trainer.limit_val_batches=8",
 )
 NAMES = ("ddp", "manual_allreduce", "top_k", "power_sgd", "local_sgd", "diloco")
@@ -138,7 +138,7 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", default=NAMES)
     parser.add_argument("--machines", type=int, default=2)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--epochs", type=int, default=2, help="of 192 batches")
+    parser.add_argument("--epochs", type=int, default=2, help="of 144 batches")
     parser.add_argument("--out", type=Path, default=Path("accuracy_against_bytes"))
     args, options = parser.parse_known_args()
     labels = {row: find_row(row)[0] for row in args.rows}
