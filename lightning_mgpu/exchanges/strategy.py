@@ -123,19 +123,20 @@ class ExchangeStrategy(ManualAllreduceStrategy):
         found = [next(results) if p.numel() else torch.zeros_like(p) for p in bucket.parameters]
         return bucket.keep(found)
 
-    def exchange_all(
-        self, replicas: list[Gradients], purpose: str, buffers: Any = None, **facts: int
-    ) -> tuple[Gradients, bool]:
+    def take_results(self, results: dict[Any, Any], flags: list[int]) -> tuple[Gradients, bool]:
         """If a number was not finite, all results are NaN, and no state keeps this update."""
-        results, has_spoiled = super().exchange_all(replicas, purpose, buffers, **facts)
+        found, has_spoiled = super().take_results(results, flags)
         after, self._after = self._after, defaultdict(dict)
-        names = {self._layout[p][0] for p in results}
+        names = {self._layout[p][0] for p in found}
         for replica, kept in self._states.items() if not has_spoiled else ():
             kept |= {key: data for key, data in after[replica].items() if key[0] in names}
-        for X in results.values() if has_spoiled else ():
+        for X in found.values() if has_spoiled else ():
             X.fill_(torch.nan)
-        self.num_bytes[1] += sum(p.nbytes for p in self._layout)
-        return results, has_spoiled
+        return found, has_spoiled
+
+    def set_sums(self, sums: Gradients) -> None:
+        super().set_sums(sums)
+        self.num_bytes[1] += sum(p.nbytes for p in sums)
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         output = super().optimizer_step(*args, **kwargs)

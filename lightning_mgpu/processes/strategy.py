@@ -232,18 +232,28 @@ class ProcessPerDeviceStrategy(DDPStrategy):
         Raises:
             RuntimeError: If processes differ in one of the facts.
         """
+        row = self.facts_to_row(beside, names, **own)
+        return self.check_facts(self.gather(row, purpose), names)
+
+    def facts_to_row(
+        self, beside: Sequence[int] | np.ndarray = (), names: Sequence[str] = (), **own: int
+    ) -> np.ndarray:
+        """What this process brings to a meeting, in bytes: (n,)."""
         facts = dict.fromkeys(self.facts, 0) | {"names": crc32(repr(names).encode())} | own
         for each in self.given_shards:
             for name, value in each.facts.items():
                 facts[name] += value
         mine = np.array([*facts.values()])
-        row = np.concatenate([mine.view(np.uint8), np.asarray(beside, np.uint8)])
-        rows = self.gather(row, purpose)
-        numbers = np.ascontiguousarray(rows[:, : mine.nbytes]).view(mine.dtype)
-        for process, i in np.argwhere(numbers != mine).tolist():
+        return np.concatenate([mine.view(np.uint8), np.asarray(beside, np.uint8)])
+
+    def check_facts(self, rows: np.ndarray, names: Sequence[str] = ()) -> np.ndarray:
+        """The bytes beside the facts, if all processes have brought the same facts."""
+        facts, beside = np.split(rows, [8 * len(self.facts)], axis=1)
+        numbers = np.ascontiguousarray(facts).view(np.int64)
+        for process, i in np.argwhere(numbers != numbers[self.global_rank]).tolist():
             reason = [*self.facts.values()][i].format(names=names)
             raise RuntimeError(f"{DIFFER}: process {process}, not {self.global_rank}, {reason}.")
-        return rows[:, mine.nbytes :]
+        return beside
 
     @property
     def given_shards(self) -> list[Any]:

@@ -254,31 +254,47 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
         Returns the results for parameters of which any replica has a gradient, and whether numbers
         were not finite, of which a route has told by `Bucket.has_spoiled`.
         """
+        while True:
+            row = self.start_all(replicas, buffers, **facts)
+            flags = self.read_flags(self.gather(row, purpose))
+            if not flags[0]:
+                break
+            self._dispatcher.restart()  # a hook has edited gradients that were on their way
+        return self.take_results(self._dispatcher.finish(replicas[0]), flags)
+
+    def start_all(
+        self, replicas: list[Gradients], buffers: Any = None, **facts: int
+    ) -> np.ndarray:
+        """Start what has not started. Returns the row that this process brings to the meeting."""
         dispatcher = self._renew_dispatcher()
         if any(g.layout != torch.strided for each in replicas for g in each.values()):
             raise MisconfigurationException("Sparse gradients: use nn.Embedding(sparse=False).")
+        is_edited = dispatcher.has_sent_other(replicas)
+        dispatcher.start_rest(replicas, self.route, self._waits)
+        if buffers:
+            route = take_all(buffers.to_row(), self.world_size)
+            self._courier.start(BUFFERS, route, self._waits)
+        spoiled = any(bucket.has_spoiled for bucket in dispatcher.buckets)
         has_gradient = [any(p in each for each in replicas) for p in dispatcher.layout]
         trained = crc32(bytes(p.requires_grad for p in dispatcher.layout))
-        while True:
-            is_edited = dispatcher.has_sent_other(replicas)
-            dispatcher.start_rest(replicas, self.route, self._waits)
-            if buffers:
-                route = take_all(buffers.to_row(), self.world_size)
-                self._courier.start(BUFFERS, route, self._waits)
-            spoiled = any(bucket.has_spoiled for bucket in dispatcher.buckets)
-            bits = np.packbits([is_edited, spoiled, *has_gradient])
-            rows = self.compare_facts(purpose, bits, (), parameters=trained, **facts)
-            flags: Any = np.unpackbits(rows, axis=1, count=2 + len(has_gradient))
-            found = flags.any(axis=0).tolist()
-            if not found[0]:
-                break
-            dispatcher.restart()  # a hook has edited gradients that were on their way
-        results = dispatcher.finish(replicas[0])
-        if buffers:
+        beside = np.packbits([is_edited, spoiled, *has_gradient])
+        return self.facts_to_row(beside, parameters=trained, **facts)
+
+    def read_flags(self, rows: np.ndarray) -> list[int]:
+        """Of the rows of all processes: is any edited, is any spoiled, who has a gradient."""
+        count = 2 + len(self._dispatcher.layout)
+        flags = np.unpackbits(self.check_facts(rows), axis=1, count=count)
+        return flags.any(axis=0).tolist()
+
+    def take_results(self, results: dict[Any, Any], flags: list[int]) -> tuple[Gradients, bool]:
+        """What `exchange_all` returns, from the results of routes."""
+        _, has_spoiled, *has_gradient = flags
+        if BUFFERS in results:
             write_buffers(self.module, results[BUFFERS].view(self.num_replicas, -1))
-        sums = {p: X for b in dispatcher.buckets for p, X in zip(b.parameters, results[b])}
-        present = zip(dispatcher.layout, found[2:])
-        return {p: sums[p] for p, is_there in present if is_there}, found[1]
+        buckets = self._dispatcher.buckets
+        sums = {p: X for bucket in buckets for p, X in zip(bucket.parameters, results[bucket])}
+        present = zip(self._dispatcher.layout, has_gradient)
+        return {p: sums[p] for p, is_there in present if is_there}, bool(has_spoiled)
 
     def _renew_dispatcher(self) -> Dispatcher:
         """A new one, if there are other parameters than in the update before."""
