@@ -40,6 +40,8 @@ RANGES = {  # the smallest and the largest value of an option; Lightning and tor
     "trainer.strategy.every": (1, 10**9),
     "trainer.strategy.outer_lr": (0, 10**6),
     "trainer.strategy.outer_momentum": (0, 1),
+    "trainer.strategy.delay": (0, 10**9),
+    "trainer.strategy.mix": (0, 1),
     "trainer.strategy.options.fraction": (1e-9, 1),
     "trainer.strategy.options.rank": (1, 10**6),
     "batch_size": (1, 10**9),  # from here on those of the other subcommands

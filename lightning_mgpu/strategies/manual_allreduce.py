@@ -262,9 +262,7 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
             self._dispatcher.restart()  # a hook has edited gradients that were on their way
         return self.take_results(self._dispatcher.finish(replicas[0]), flags)
 
-    def start_all(
-        self, replicas: list[Gradients], buffers: Any = None, **facts: int
-    ) -> np.ndarray:
+    def start_all(self, replicas: list[Gradients], buffers: Any = None, **facts: int) -> np.ndarray:
         """Start what has not started. Returns the row that this process brings to the meeting."""
         dispatcher = self._renew_dispatcher()
         if any(g.layout != torch.strided for each in replicas for g in each.values()):
@@ -278,12 +276,12 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
         has_gradient = [any(p in each for each in replicas) for p in dispatcher.layout]
         trained = crc32(bytes(p.requires_grad for p in dispatcher.layout))
         beside = np.packbits([is_edited, spoiled, *has_gradient])
-        return self.facts_to_row(beside, parameters=trained, **facts)
+        return self.facts_to_row(beside, (), parameters=trained, **facts)
 
     def read_flags(self, rows: np.ndarray) -> list[int]:
         """Of the rows of all processes: is any edited, is any spoiled, who has a gradient."""
         count = 2 + len(self._dispatcher.layout)
-        flags = np.unpackbits(self.check_facts(rows), axis=1, count=count)
+        flags: Any = np.unpackbits(self.check_facts(rows), axis=1, count=count)
         return flags.any(axis=0).tolist()
 
     def take_results(self, results: dict[Any, Any], flags: list[int]) -> tuple[Gradients, bool]:

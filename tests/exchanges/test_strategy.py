@@ -1,6 +1,8 @@
 """Training with an exchange, and exchanges of weights now and then. tests/test_bits.py has bits."""
 
+import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +95,8 @@ def test_refusals(tmp_path: Path) -> None:
         assert said in found and "\n" not in found, found
     for make, options, said in [
         (LocalSGDStrategy, {"every": 0}, "every=0"),
+        (LocalSGDStrategy, {"every": 2, "delay": 3}, "delay=3: it is from 0 to every=2"),
+        (LocalSGDStrategy, {"mix": 0.5}, "mix=0.5: it needs a `delay`"),
         (LocalSGDStrategy, {"outer": flat, "outer_lr": 0.5}, "the default of `outer`"),
         (ExchangeStrategy, {"every": 4}, "every=4: take the strategy exchange_local_sgd or"),
     ]:
@@ -108,27 +112,55 @@ class Pretrained(Net):
 
 
 DILOCO = {"every": 4, "outer_lr": 0.7, "outer_momentum": 0.9}
+APART: dict[str, dict[str, Any]] = {
+    "local_sgd": {"every": 4},
+    "diloco": DILOCO,
+    "delayed": {"every": 4, "delay": 2, "mix": 0.3},
+    "at once": {"every": 1, "delay": 1},
+    "always under way": {**DILOCO, "delay": 4},
+    "delayed diloco": {**DILOCO, "delay": 2},
+    "goes on from X": {"every": 4, "delay": 3, "mix": 0.0},
+}
 
 
-def by_hand(lr: float, momentum: float) -> Tensor:
-    """Two replicas in one process, with torch's own SGD as the outer step after 4 batches."""
+def by_hand(
+    every: int, outer_lr: float = 1, outer_momentum: float = 0, delay: int = 0, mix: float = 0.5
+) -> Tensor:
+    """Two replicas in one process, with torch's own SGD as the outer step."""
     seed_everything(0, verbose=False)
     nets: list[Any] = [Pretrained().double(), Pretrained().double()]
     nets[0].on_train_start()
     nets[1].load_state_dict(nets[0].state_dict())
     common = flat(nets[0]).requires_grad_()
     optimizers = [net.configure_optimizers() for net in nets]
-    outer = torch.optim.SGD([common], lr, momentum, nesterov=momentum > 0)
-    for i, (X, y) in enumerate([*DataLoader(samples(60), 10)] * 2):
+    outer = torch.optim.SGD([common], outer_lr, outer_momentum, nesterov=outer_momentum > 0)
+
+    def differences() -> Tensor:
+        return common.detach() - (flat(nets[0]) + flat(nets[1])) / 2
+
+    def arrive(sent: Tensor, mix: float) -> None:
+        common.grad = sent
+        outer.step()
+        for net in nets:
+            goes_on = mix * flat(net) + (1 - mix) * common.detach()
+            vector_to_parameters(goes_on, net.parameters())
+
+    num_updates, sent = 0, None
+    for X, y in [*DataLoader(samples(60), 10)] * 2:
         for net, optimizer, rows in zip(nets, optimizers, (slice(5), slice(5, 10))):
             optimizer.zero_grad()
             net.loss((X[rows], y[rows])).backward()
             optimizer.step()
-        if i % 4 == 3:
-            common.grad = common.detach() - (flat(nets[0]) + flat(nets[1])) / 2
-            outer.step()
-            for net in nets:
-                vector_to_parameters(common.detach().clone(), net.parameters())
+        num_updates += 1
+        if sent is not None and num_updates == delay:
+            arrive(sent, mix)
+        if num_updates == every:
+            num_updates, sent = 0, differences()
+            if not delay:
+                arrive(sent, 0)
+    if delay:
+        arrive(sent, mix)  # at the end: what is under way, and then all that has been done
+        arrive(differences(), 0)
     return common.detach()
 
 
@@ -159,7 +191,7 @@ def equal() -> tuple[ManualAllreduceStrategy, ...]:
 def train_apart(directory: Path) -> dict[str, Any]:
     new, path = LocalSGDStrategy, directory / "last.ckpt"
     found: dict[str, Any] = {}
-    for name, options in {"local_sgd": {"every": 4}, "diloco": DILOCO}.items():
+    for name, options in APART.items():
         trainer = train(new(**options), Pretrained, DataLoader(samples(60), 10))
         found[name] = flat(trainer.lightning_module)
     found["compressed"] = digest(train(new(4, top_k), Random))
@@ -178,8 +210,8 @@ def train_apart(directory: Path) -> dict[str, Any]:
 def test_weights_now_and_then(tmp_path: Path, in_two_processes: Callable) -> None:
     found, other = in_two_processes(train_apart, tmp_path)
     assert isinstance(found, dict), found
-    assert_close(found["local_sgd"], by_hand(1.0, 0.0))
-    assert_close(found["diloco"], by_hand(0.7, 0.9))
+    for name, options in APART.items():
+        assert_close(found[name], by_hand(**options))
     assert (found["local_sgd"] - found["diloco"]).abs().max() > 1e-3
     assert found["compressed"] == other["compressed"]
     assert found["by hand"][0] == found["by hand"][1]
@@ -193,6 +225,33 @@ def test_weights_now_and_then(tmp_path: Path, in_two_processes: Callable) -> Non
         assert said in found[name] and "\n" not in found[name], found[name]
     said = attempt(train, LocalSGDStrategy(**DILOCO), resume=tmp_path / "last.ckpt")
     assert "--trainer.devices=2, which must stay: here it is 1" in said
+
+
+class Drifts(Net):
+    """The second process is late by 6 s, while the first one trains on for 5 s."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.trainer.current_epoch == 0:
+            time.sleep({(1, 3): 6, (0, 4): 5}.get((rank(), batch_idx), 0))
+
+
+class FailsWhileUnderWay(Net):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            raise ValueError("on purpose")
+
+
+def train_with_delay() -> Any:
+    options: Any = {"every": 2, "delay": 1, "timeout": timedelta(seconds=2)}
+    failed = attempt(train, LocalSGDStrategy(**options), FailsWhileUnderWay)
+    trainer = attempt(train, LocalSGDStrategy(**options), Drifts)
+    return trainer if isinstance(trainer, str) else (failed, digest(trainer))
+
+
+def test_a_timeout_counts_from_the_arrival(in_two_processes: Callable) -> None:
+    """And a fit that fails while differences are under way leaves nothing for the next one."""
+    found, other = in_two_processes(train_with_delay)
+    assert found == other and "on purpose" in found[0], found
 
 
 def find_rate() -> Any:
