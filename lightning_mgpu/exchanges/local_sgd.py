@@ -122,7 +122,6 @@ class LocalSGDStrategy(ExchangeStrategy):
         if self.delay and self.root_device.type != "cpu":
             raise MisconfigurationException("An exchange with a delay works between CPUs only.")
         if self.delay and not self.is_alone:
-            self._courier.in_memory = False  # nobody waits between the writing and the reading
             set_timeout(timedelta(days=365), self._courier.group)  # `wait` gives up, at the arrival
 
     def reset_states(self) -> None:

@@ -130,7 +130,8 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
         timeout = timedelta(seconds=self.meeting.timeout)
         # of this fit: a group that is kept would hand a failed fit's messages to the next one
         group = None if self.is_alone else dist.new_group(timeout=2 * timeout)
-        self._courier = Courier(self.meeting, group, bool(self.meeting.cells) and is_on_cpu)
+        self._courier = Courier(self.meeting, group)
+        self._has_memory = self.sums_in_place and bool(self.meeting.cells) and is_on_cpu
         default = BUCKET_CAP_MB if is_on_cpu else 0
         self._cap = 1e6 * (default if self.bucket_cap_mb is None else self.bucket_cap_mb)
         # a module's own pass may edit gradients; of two NCCL groups, only one may send at a time
@@ -303,8 +304,7 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
             layout_sum = crc32(repr((*layout.values(),)).encode())
             self.compare_facts("new parameters", parameters=layout_sum)
             self._courier.kept.clear()
-            in_place = self.sums_in_place and self._courier.in_memory
-            args = layout, self.num_local, self._cap, self._courier, in_place
+            args = layout, self.num_local, self._cap, self._courier, self._has_memory
             self._dispatcher = Dispatcher(*args)
         return self._dispatcher
 
