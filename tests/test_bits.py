@@ -249,7 +249,7 @@ def fingerprint(out: str) -> str:
     return line
 
 
-@pytest.mark.weekly
+@pytest.mark.slow
 @pytest.mark.timeout(280)
 def test_a_lost_machine_changes_no_bit(
     command: Any,
