@@ -76,6 +76,10 @@ class LocalSGDStrategy(ExchangeStrategy):
     }
     saves_optimizers = True
     flag_of_k = "devices"
+    why_weights_differ = (
+        "a callback that swaps weights around an evaluation (EMA), or by "
+        f"{ExchangeStrategy.why_weights_differ}"
+    )
     weights_are_equal = True  # in all replicas: after an exchange without a delay
 
     def __init__(
@@ -166,6 +170,10 @@ class LocalSGDStrategy(ExchangeStrategy):
         self.exchange_weights()
         super().on_train_end()
 
+    def teardown(self) -> None:
+        super().teardown()
+        self._is_under_way, self.weights_are_equal = False, True  # a fit may have failed
+
     @torch.no_grad()
     def exchange_weights(self) -> None:
         """Make the weights of all replicas equal: an outer step, for which they wait."""
@@ -201,7 +209,10 @@ class LocalSGDStrategy(ExchangeStrategy):
 
     def _find_differences(self) -> Gradients:
         if {*self._find_trained()} != {*self._weights}:
-            raise RuntimeError("Between two exchanges of weights, `requires_grad` must not change.")
+            raise RuntimeError(
+                "Between two exchanges of weights, `requires_grad` must not change: change it "
+                "right after an evaluation or a checkpoint."
+            )
         return {p: (X - p) / self.num_replicas for p, X in self._weights.items()}
 
     def _sum_up(self) -> int:
@@ -236,7 +247,7 @@ class LocalSGDStrategy(ExchangeStrategy):
         return super().lightning_module_state_dict()
 
     def find_settings(self) -> dict[str, Any]:
-        names = ("every", "outer_lr", "outer_momentum", "delay", "mix")
+        names = ("every", "outer_lr", "outer_momentum", *(("delay", "mix") if self.delay else ()))
         own = {f"strategy.{name}": getattr(self, name) for name in names}
         outer = {"strategy.outer": path_of(self.outer) if self.outer else None}
         return {**super().find_settings(), **own, **outer}

@@ -154,7 +154,8 @@ class ExchangeStrategy(ManualAllreduceStrategy):
             print(f"exchange: {sent:.2f} MB per replica by {how}, {by_exact:.2f} by the exact sum")
 
     def save_checkpoint(self, checkpoint: Any, filepath: Any, storage_options: Any = None) -> None:
-        if Path(filepath).name == LAST:  # other files have no states, which are large
+        is_interrupted = self.module.trainer.interrupted  # then each process has only its own
+        if Path(filepath).name == LAST and not is_interrupted:  # states are large
             optimizers = [each.state_dict() for each in self.optimizers if self.saves_optimizers]
             own = {replica: [kept, optimizers] for replica, kept in self._states.items()}
             parts = self.meeting.gather_objects(move_data_to_device(own, "cpu"), "states")
@@ -185,10 +186,12 @@ class ExchangeStrategy(ManualAllreduceStrategy):
         super().load_optimizer_state_dict(checkpoint)
 
     def _restore(self, saved: dict[str, Any]) -> list[Any]:
-        for flag, value in self.find_settings().items():
-            if value != (before := saved["settings"].get(flag)):
+        before, own = saved["settings"], self.find_settings()
+        for flag in before | own:
+            if before.get(flag) != own.get(flag):
                 raise MisconfigurationException(
-                    f"The run has --trainer.{flag}={before}, which must stay: here it is {value}."
+                    f"The run has --trainer.{flag}={before.get(flag)}, which must stay: here it is "
+                    f"{own.get(flag)}."
                 )
         self.num_bytes = np.array(saved["num_bytes"])
         for replica, kept in self._states.items():

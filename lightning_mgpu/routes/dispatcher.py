@@ -84,10 +84,6 @@ class Dispatcher:
         """Whether a gradient has been edited since it was sent, within the pass."""
         return not all(bucket.holds(replicas) for bucket in self.buckets[: self.num_early])
 
-    def restart(self) -> None:
-        """After a meeting: finish what has been sent in this update, and forget it."""
-        self.finish({})
-
     def finish(self, gradients: Gradients) -> dict[Any, Any]:
         """The results of all routes, by bucket.
 

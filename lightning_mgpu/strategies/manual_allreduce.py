@@ -32,7 +32,7 @@ from lightning_mgpu.seeds import seed_generators
 from lightning_mgpu.shards.loader import shares_of_batch
 from lightning_mgpu.shards.reader import Shards
 from lightning_mgpu.shards.split_batch import num_samples
-from lightning_mgpu.strategies.buffers import write_buffers
+from lightning_mgpu.strategies.buffers import ReplicaBuffers, write_buffers
 from lightning_mgpu.strategies.loss import scale_gradient
 from lightning_mgpu.strategies.sync_batchnorm import CPUSyncBatchNorm
 from lightning_mgpu.strategies.update import Update
@@ -260,7 +260,7 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
             flags = self.read_flags(self.gather(row, purpose))
             if not flags[0]:
                 break
-            self._dispatcher.restart()  # a hook has edited gradients that were on their way
+            self._dispatcher.finish({})  # a hook has edited gradients that were on their way
         return self.take_results(self._dispatcher.finish(replicas[0]), flags)
 
     def start_all(self, replicas: list[Gradients], buffers: Any = None, **facts: int) -> np.ndarray:
@@ -271,13 +271,17 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
         is_edited = dispatcher.has_sent_other(replicas)
         dispatcher.start_rest(replicas, self.route, self._waits)
         if buffers:
-            route = take_all(buffers.to_row(), self.world_size)
-            self._courier.start(BUFFERS, route, self._waits)
+            self._start_buffers(buffers)
         spoiled = any(bucket.has_spoiled for bucket in dispatcher.buckets)
         has_gradient = [any(p in each for each in replicas) for p in dispatcher.layout]
         trained = crc32(bytes(p.requires_grad for p in dispatcher.layout))
         beside = np.packbits([is_edited, spoiled, *has_gradient])
         return self.facts_to_row(beside, (), parameters=trained, **facts)
+
+    def _start_buffers(self, buffers: ReplicaBuffers) -> None:
+        """After the meeting: gloo would abort a process that is at another place."""
+        route = take_all(buffers.to_row(), self.world_size)
+        self._courier.start(BUFFERS, route, waits=True)
 
     def read_flags(self, rows: np.ndarray) -> list[int]:
         """Of the rows of all processes: is any edited, is any spoiled, who has a gradient."""
@@ -381,8 +385,7 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
         """Set the buffers by those of all replicas, if a step may have made them differ."""
         update = update or self.update
         if update and update.buffers:
-            route = take_all(update.buffers.to_row(), self.world_size)
-            self._courier.start(BUFFERS, route, self._waits)
+            self._start_buffers(update.buffers)
             self.gather(np.zeros(1, np.uint8), BUFFERS)
             rows = self._courier.finish()[BUFFERS]
             write_buffers(self.module, rows.view(self.num_replicas, -1))
