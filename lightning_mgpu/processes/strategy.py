@@ -107,7 +107,7 @@ class ProcessPerDeviceStrategy(DDPStrategy):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self._numbers_of_passes = count()  # over loaders
+        self.numbers_of_passes = count()  # over loaders
         self._logging = ExactLogging()
 
     def _configure_launcher(self) -> None:
@@ -279,11 +279,7 @@ class ProcessPerDeviceStrategy(DDPStrategy):
         if isinstance(dataloader, ShardLoader):  # of an earlier fit, in a CombinedLoader
             dataloader = dataloader.loader
         _auto_add_worker_init_fn(dataloader, 0)  # workers seeded alike in all processes
-        k, replicas, trainer = self.num_replicas, self.local_replicas, self.module.trainer
-        if not trainer.training:  # one shard per process
-            k, replicas = self.world_size, range(self.global_rank, self.global_rank + 1)
-        args = self.draw_for_loader, self._numbers_of_passes
-        return ShardLoader(dataloader, trainer, k, replicas, *args)
+        return ShardLoader(dataloader, self)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         return self._evaluate(super().validation_step, *args, **kwargs)
