@@ -58,9 +58,6 @@ def wait(meeting: Any, late: Callable[[], Sequence[int]]) -> None:
                 raise ProcessEnded(f"process {process} {ENDED}")
         if missing and now > start + timeout:
             who = " or ".join(map(str, missing))
-            first = min({*range(meeting.size)} - {*missing})
-            if meeting.rank != first:  # it says so
-                raise ProcessEnded(f"process {first} {ENDED}")
             raise ProcessEnded(f"waited {timeout:.0f} s (`timeout`) for process {who}. {CAUSES}")
     meeting.cpu_seconds_in_wait += time.thread_time() - cpu_seconds
 

@@ -207,16 +207,11 @@ class ProcessPerDeviceStrategy(DDPStrategy):
 
     def gather(self, row: np.ndarray, purpose: str) -> np.ndarray:
         """Rows (n,) of all processes, on the host: (P, n). The purpose is compared."""
-        if self.meeting is None:
-            return np.tile(row, (self.world_size, 1))
         return self.meeting.gather(row, purpose)
 
-    def gather_objects(self, own: Any) -> list[Any]:
-        """An object of every process. All wait in Python, where signals are seen."""
-        return [own] if self.is_alone else self.meeting.gather_objects(own, "objects")
-
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        self.gather(np.zeros(1, np.uint8), "barrier")
+        if self.meeting is not None:
+            self.gather(np.zeros(1, np.uint8), "barrier")
 
     def compare_facts(
         self,
