@@ -64,6 +64,19 @@ class EditsLate(Net):
         return loss
 
 
+class FollowsSteps(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.log("loss", loss, sync_dist=True)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), 0.1)
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+        told = {"scheduler": scheduler, "interval": "step", "monitor": "loss"}
+        return [optimizer], [told]
+
+
 class GathersParts(Net):
     """Parts of five and four samples."""
 
@@ -116,6 +129,9 @@ CASES = {
     "edited buffers": in_one(Averages, "A hook has edited buffers within an update"),
     "edited gradients": in_one(
         HalvesGradients, "A hook has edited gradients", accumulate_grad_batches=3
+    ),
+    "a scheduler of every step": in_one(
+        FollowsSteps, "A scheduler that follows a value in every step"
     ),
     "no loss": in_one(lambda: Returns(lambda loss: None), "every shard needs a loss"),
     "a weight": in_one(lambda: Returns(lambda loss: {"loss": loss, "weight": 1.0}), ALL_OR_NONE),
