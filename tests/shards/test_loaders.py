@@ -8,10 +8,10 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import LearningRateFinder
 from lightning.pytorch.utilities import CombinedLoader
-from torch.utils.data import DataLoader, Sampler, Subset
+from torch.utils.data import DataLoader, Dataset, Sampler, Subset, default_collate
 
 from lightning_mgpu.data import batch_loader
-from tests.cases import Case, Predicts, Stream, Validated, Writer, check
+from tests.cases import Case, Predicts, Stream, Validated, Weighted, Writer, check
 from tests.strategies.conftest import Net, new_trainer, rank, samples, world_size
 
 
@@ -110,12 +110,53 @@ class ValidatesSeveral(Net):
         self.log("val_loss", self.loss(batch["a"]) + self.loss(batch["b"]))
 
 
+class Damaged(Dataset):
+    """Every fifth sample cannot be read."""
+
+    def __len__(self) -> int:
+        return 57
+
+    def __getitem__(self, index: int) -> Any:
+        return None if index % 5 == 2 else samples()[index]
+
+
+def leave_out(batch: list[Any]) -> Any:
+    return default_collate([each for each in batch if each is not None])
+
+
+def damaged() -> DataLoader:
+    return DataLoader(Damaged(), 10, collate_fn=leave_out)
+
+
+class WeightedValidated(Weighted, Validated):
+    pass
+
+
+class Filters(Validated):
+    """A hook that leaves out rows."""
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        is_used = batch[0][:, 0] > -0.5
+        return [part[is_used] for part in batch]
+
+
+class FiltersWeighted(Weighted, Filters):
+    pass
+
+
+class FiltersValidation(Filters):
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        is_used = self.trainer.validating
+        return super().on_after_batch_transfer(batch, dataloader_idx) if is_used else batch
+
+
 def refused(said: str, make: Any = Validated, **loaders: Callable[[], Any]) -> Case:
     arguments = lambda: {name: new() for name, new in loaders.items()}  # noqa: E731
     return Case(make, arguments, said, in_one=())
 
 
 STARTED = [*product((Schedules, FindsRate), (balanced, shuffled))]
+LEFT_OUT = 'The loss of a shard needs a weight, {"loss": loss, "weight": n}: samples were left'
 CASES = {
     "shuffled, other random numbers": Case(StartsApart),
     "a stream": Case(Net, lambda: {"data": DataLoader(Stream(samples()), 10)}),
@@ -174,6 +215,16 @@ CASES = {
     "no rows": refused(
         "A batch of list with lengths []", data=lambda: DataLoader(Stream(["a"] * 4), 4)
     ),
+    "damaged": Case(Validated, lambda: {"val": damaged()}, in_one=(2,)),
+    "filtered": Case(FiltersValidation, lambda: {"val": DataLoader(samples(), 10)}, in_one=(2,)),
+    "damaged, trained": Case(
+        WeightedValidated, lambda: {"data": damaged(), "val": damaged()}, in_one=(2,)
+    ),
+    "filtered, trained": Case(
+        FiltersWeighted, lambda: {"val": DataLoader(samples(), 10)}, in_one=(2,)
+    ),
+    "damaged, no weight": Case(Validated, lambda: {"data": damaged()}, LEFT_OUT, in_one=(2,)),
+    "filtered, no weight": Case(Filters, dict, LEFT_OUT, in_one=(2,)),
 }
 
 
