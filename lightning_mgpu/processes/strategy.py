@@ -3,7 +3,6 @@
 Launching, ranks and collectives are DDPStrategy's. There is no DDP wrapper.
 """
 
-import os
 import random
 import signal
 from collections.abc import Callable, Iterator, Sequence
@@ -28,12 +27,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lightning_mgpu.processes.ends import (
-    MAIN_PROCESS,
-    end_with_main_process,
-    handle_signals,
-    host_group,
-)
+from lightning_mgpu.processes.ends import end_with_main_process, handle_signals, host_group
 from lightning_mgpu.processes.evaluation import ExactLogging
 from lightning_mgpu.processes.meeting import Meeting
 from lightning_mgpu.shards.checksum import checksum
@@ -60,6 +54,7 @@ class ProcessPerDeviceStrategy(DDPStrategy):
     meeting: Any = None  # a `Meeting`, once all processes are there
     facts = FACTS
     given: Any = None  # the batch as the running loop has got it, with `Shards` in it
+    given_shards: Sequence[Any] = ()  # those of each loader that has not ended
     kept: Generators | None = None  # of outside, where a step or an evaluation draws for itself
     runs_one_of_several = False  # replicas of this process: then none may wait for others
     why_weights_differ = (
@@ -96,9 +91,9 @@ class ProcessPerDeviceStrategy(DDPStrategy):
         return self.world_size == 1
 
     @property
-    def starts_processes(self) -> bool:
-        """Whether the first process starts the others, and not torchrun or SLURM."""
-        return isinstance(self.cluster_environment, LightningEnvironment)
+    def is_child(self) -> bool:
+        """Whether the first process has started this one, and not torchrun or SLURM."""
+        return self.local_rank > 0 and isinstance(self.cluster_environment, LightningEnvironment)
 
     @property
     def is_one_machine(self) -> bool:
@@ -111,11 +106,8 @@ class ProcessPerDeviceStrategy(DDPStrategy):
         self._logging = ExactLogging()
 
     def _configure_launcher(self) -> None:
-        if self.is_alone:  # one process needs no launcher and no process group
-            return
-        super()._configure_launcher()
-        if self.local_rank == 0 and self.starts_processes:
-            os.environ[MAIN_PROCESS] = str(os.getpid())
+        if not self.is_alone:  # one process needs no launcher and no process group
+            super()._configure_launcher()
 
     def setup_environment(self) -> None:
         if self.num_replicas % self.world_size:
@@ -133,14 +125,14 @@ class ProcessPerDeviceStrategy(DDPStrategy):
     def setup_distributed(self) -> None:
         group = None
         if not self.is_alone:
-            if self.local_rank > 0 and self.starts_processes:
+            if self.is_child:
                 end_with_main_process()
             with isolate_rng():  # Lightning seeds the generators again
                 super().setup_distributed()
             group = host_group(dist.group.WORLD, self._timeout)
-        place, timeout = (self.global_rank, self.world_size), self._timeout
-        seconds = timeout.total_seconds() if timeout else 300.0
-        self.meeting = Meeting(*place, group, seconds, self.module.trainer)
+        seconds = self._timeout.total_seconds()  # type: ignore[union-attr]
+        args = group, seconds, self.module.trainer
+        self.meeting = Meeting(self.global_rank, self.world_size, *args)
 
     def setup(self, trainer: Trainer) -> None:
         # `process_dataloader` gives each process its part
@@ -240,22 +232,15 @@ class ProcessPerDeviceStrategy(DDPStrategy):
             raise RuntimeError(f"{DIFFER}: process {process}, not {self.global_rank}, {reason}.")
         return rows[:, mine.nbytes :]
 
-    @property
-    def given_shards(self) -> list[Any]:
-        """The `Shards` of this batch, one for each loader that has not ended."""
-        return [each for each in tree_leaves(self.given) if isinstance(each, Shards)]
-
     def batch_to_device(self, batch: Any, device: Any = None, dataloader_idx: int = 0) -> Any:
         """Takes the `Shards` of a loop's batch, and hands on what is in them.
 
         Hooks that move a batch are called for each shard. With several, the result has all.
         """
-        before = self.given
-        self.given = batch
-        if not self.given_shards:  # another caller's, for example of `to_onnx`
-            self.given = before
+        found = find_shards(batch)
+        if not found:  # another caller's, for example of `to_onnx`
             return super().batch_to_device(batch, device, dataloader_idx)
-        num_shards = len(self.given_shards[0].shards)
+        self.given, self.given_shards, num_shards = batch, found, len(found[0].shards)
         moved = [self._move_shard(i, batch, device, dataloader_idx) for i in range(num_shards)]
         return moved[0] if num_shards == 1 else Shards(moved)
 
@@ -338,10 +323,11 @@ class ProcessPerDeviceStrategy(DDPStrategy):
         if self.meeting is None and not self.is_alone:  # it has only started ("fork") the others
             self.launcher.kill(signal.SIGKILL)  # type: ignore[union-attr]
         self.barrier()  # the main process does not leave a worker that still works
-        end_with_main_process(False)
+        if self.is_child:
+            end_with_main_process(False)
         if self.module is not None:
             vars(self.module).pop("_on_before_batch_transfer", None)
-        self.given = None
+        self.given, self.given_shards = None, ()
         if self.meeting is not None:
             self.meeting.cells = None  # memory that a garbage collector would keep
         super().teardown()
@@ -349,6 +335,10 @@ class ProcessPerDeviceStrategy(DDPStrategy):
 
 def _on_before_batch_transfer(self: Any, batch: Any, dataloader_idx: int = 0) -> Any:
     """Lightning's, but for a loop's batch: `batch_to_device` calls the hook for each shard."""
-    if any(isinstance(each, Shards) for each in tree_leaves(batch)):
+    if find_shards(batch):
         return batch
     return LightningModule._on_before_batch_transfer(self, batch, dataloader_idx)
+
+
+def find_shards(batch: Any) -> list[Any]:
+    return [each for each in tree_leaves(batch) if isinstance(each, Shards)]

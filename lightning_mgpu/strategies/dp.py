@@ -33,6 +33,8 @@ class DataParallelStrategy(SingleDeviceStrategy):
         parallel_devices: Instead of the Trainer's. A device may occur twice, or a CPU beside GPUs.
     """
 
+    is_in_step = False
+
     def __init__(self, parallel_devices: list[str] | None = None) -> None:
         super().__init__()
         self.parallel_devices = [torch.device(device) for device in parallel_devices or ()]
@@ -47,9 +49,6 @@ class DataParallelStrategy(SingleDeviceStrategy):
         refuse(self.num_nodes * environment.world_size() > 1, "runs as one process: use ddp")
         refuse(self._layer_sync is not None, "has no sync_batchnorm: use manual_allreduce or ddp")
 
-    def on_train_start(self) -> None:
-        self.is_first_batch, self.is_in_step = True, False
-
     def all_gather(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         refuse(self.is_in_step, "has no all_gather inside a step, where shards run one by one")
         return super().all_gather(tensor, *args, **kwargs)
@@ -63,17 +62,18 @@ class DataParallelStrategy(SingleDeviceStrategy):
         # all copies are made before the first shard runs, which may edit what is copied
         copies = [{}, *(copy_tensors(module, device) for device in devices[1:])]
         outputs, states, results = [], set(), module.trainer._results
+        is_first_batch = module.trainer.fit_loop.total_batch_idx == 0
         self.is_in_step = len(sizes) > 1
         for device, shard, tensors in zip(devices, cut(batch, sizes), copies):
             shard = move_data_to_device(shard, device)
             results.batch, results.batch_size = shard, None  # for the means of `self.log`
             with self.precision_plugin.train_step_context(), using(module, tensors, device):
                 outputs.append(module.training_step(shard, *args))
-                if self.is_first_batch:
+                if is_first_batch:
                     named = [*module.named_parameters(), *module.named_buffers()]
                     states.add(checksum([t for n, t in named if not n.endswith(STATISTICS)]))
         results.batch, results.batch_size = batch, None
-        self.is_in_step = self.is_first_batch = False
+        self.is_in_step = False
         differs = "edits that differ between shards, of parameters or buffers: use one device"
         refuse(len(states) > 1, f"loses {differs}, or edit in `on_train_batch_end`")
         return self._mean(outputs, sizes)

@@ -128,9 +128,9 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
         self._seed = crc32(self._began.numpy().data)
         self._layout: dict[Tensor, Any] = {}
         self.update, self._dispatcher, self._is_blocked = None, None, False
-        timeout = timedelta(seconds=self.meeting.timeout)
         # of this fit: a group that is kept would hand a failed fit's messages to the next one
-        group = None if self.is_alone else dist.new_group(timeout=2 * timeout)
+        timeout = timedelta(seconds=2 * self.meeting.timeout)
+        group = None if self.is_alone else dist.new_group(timeout=timeout)
         self._courier = Courier(self.meeting, group, bool(self.meeting.cells) and is_on_cpu)
         default = BUCKET_CAP_MB if is_on_cpu else 0
         self._cap = 1e6 * (default if self.bucket_cap_mb is None else self.bucket_cap_mb)

@@ -144,12 +144,6 @@ class FiltersWeighted(Weighted, Filters):
     pass
 
 
-class FiltersValidation(Filters):
-    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        is_used = self.trainer.validating
-        return super().on_after_batch_transfer(batch, dataloader_idx) if is_used else batch
-
-
 def refused(said: str, make: Any = Validated, **loaders: Callable[[], Any]) -> Case:
     arguments = lambda: {name: new() for name, new in loaders.items()}  # noqa: E731
     return Case(make, arguments, said, in_one=())
@@ -215,8 +209,6 @@ CASES = {
     "no rows": refused(
         "A batch of list with lengths []", data=lambda: DataLoader(Stream(["a"] * 4), 4)
     ),
-    "damaged": Case(Validated, lambda: {"val": damaged()}, in_one=(2,)),
-    "filtered": Case(FiltersValidation, lambda: {"val": DataLoader(samples(), 10)}, in_one=(2,)),
     "damaged, trained": Case(
         WeightedValidated, lambda: {"data": damaged(), "val": damaged()}, in_one=(2,)
     ),
