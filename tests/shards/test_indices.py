@@ -1,6 +1,5 @@
 """Indices are cut, and not batches: what a batch is made of does not matter."""
 
-import itertools
 import multiprocessing
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -13,7 +12,6 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, Sampler, WeightedRandomSampler, random_split
 
 from lightning_mgpu.data import batch_loader
-from lightning_mgpu.shards.reader import ShardReader, cut_indices
 from tests.cases import Case, check
 from tests.strategies.conftest import (
     Net,
@@ -222,20 +220,6 @@ def test_an_evaluation_draws_other_numbers_each_time(in_two_processes: Callable)
     assert expected[0] != expected[1]
     for found in in_two_processes(evaluate_twice):
         assert_close(found, expected, 1e-6)
-
-
-def test_each_sample_draws_numbers_of_its_own() -> None:
-    """By pass, batch and place, although all of them read the same sample here."""
-    reader, drawn_twice = ShardReader(Draws(), stack), []
-    for replicas in ([range(4)], [range(2), range(2, 4)]):
-        drawn = []
-        for seed, number in itertools.product((1, 2), (0, 1)):
-            keys = [cut_indices([0] * 10, 4, part, number, seed) for part in replicas]
-            shards: list[Any] = [shard for each in keys for shard in reader[each].shards]
-            assert [len(X) for X, _ in shards] == [3, 3, 2, 2]  # and not 3, 2, 3, 2
-            drawn += [float(noise) for X, _ in shards for noise in X[:, 0]]
-        drawn_twice.append(drawn)
-    assert drawn_twice[0] == drawn_twice[1] and len(set(drawn_twice[0])) == 40
 
 
 class Looks(Net):
