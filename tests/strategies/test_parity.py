@@ -133,6 +133,19 @@ class PenalisedGradient(Net):
         return loss + 0.1 * sum(gradient.sum() for gradient in gradients)
 
 
+class ChannelsLast(Net):
+    """`fused=True` reads a gradient in the order of its parameter."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Conv2d(2, 3, 2).to(memory_format=torch.channels_last))
+
+    def loss(self, batch: Any) -> Tensor:
+        return F.cross_entropy(self.net(batch[0].view(-1, 2, 2, 2)).flatten(1), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.1, momentum=0.9, fused=True)
+
+
 class GAN(Manual):
     def __init__(self) -> None:
         super().__init__()
@@ -216,6 +229,7 @@ CASES: dict[str, Case] = {
         Plain,
         lambda: {"callbacks": StochasticWeightAveraging(0.05, swa_epoch_start=1), "max_epochs": 4},
     ),
+    "channels_last": Case(ChannelsLast),
     "gan": Case(GAN, **NOT_IN_ONE),
     "by hand": Case(AccumulatesByHand, **NOT_IN_ONE),
     "by hand, exchanged once": Case(ExchangesOnce, **NOT_IN_ONE),
