@@ -5,7 +5,7 @@ README.md names the place of each function of the chapter; `__init__.py` has the
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, Literal
 from zlib import crc32
@@ -30,7 +30,6 @@ from lightning_mgpu.routes.sums import Route, sum_by_all, sum_by_owners, sum_in_
 from lightning_mgpu.seeds import seed_generators
 from lightning_mgpu.shards.loader import shares_of_batch
 from lightning_mgpu.shards.reader import Shards
-from lightning_mgpu.shards.split_batch import num_samples
 from lightning_mgpu.strategies.buffers import write_buffers
 from lightning_mgpu.strategies.loss import scale_gradient
 from lightning_mgpu.strategies.sync_batchnorm import CPUSyncBatchNorm
@@ -343,9 +342,6 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
         finally:
             self.runs_one_of_several = False
             results.batch, results.batch_size = batch, None
-            if isinstance(batch, Shards):
-                with suppress(ValueError):
-                    results.batch_size = sum(map(num_samples, batch.shards))
 
     def sync_buffers(self, update: Update | None = None) -> None:
         """Set the buffers by those of all replicas, if a step may have made them differ."""
