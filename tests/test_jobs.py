@@ -1,4 +1,4 @@
-"""Starting jobs and ending them: the SLURM script, and a command with all its children."""
+"""Starting jobs and ending them: scripts, and a command with all its children."""
 
 import os
 import subprocess
@@ -8,7 +8,7 @@ import pytest
 
 from lightning_mgpu.tools import run_in_group
 
-SCRIPT = Path(__file__).parents[1] / "scripts" / "fit.sbatch"
+SCRIPTS = Path(__file__).parents[1] / "scripts"
 
 
 def test_a_slurm_job_that_is_queued_again_goes_on(tmp_path: Path) -> None:
@@ -20,7 +20,7 @@ def test_a_slurm_job_that_is_queued_again_goes_on(tmp_path: Path) -> None:
     def started(restarts: str) -> str:
         path = f"{tmp_path}:{os.environ['PATH']}"
         env = {"PATH": path, **slurm, "SLURM_RESTART_COUNT": restarts}
-        line = ["bash", str(SCRIPT), "--model=ResNet18"]
+        line = ["bash", str(SCRIPTS / "fit.sbatch"), "--model=ResNet18"]
         out = subprocess.check_output(line, cwd=tmp_path, env=env, text=True)
         return out.strip().removeprefix("python -m lightning_mgpu fit ")
 
@@ -31,6 +31,23 @@ def test_a_slurm_job_that_is_queued_again_goes_on(tmp_path: Path) -> None:
     (tmp_path / "runs/slurm_7").mkdir(parents=True)
     (tmp_path / "runs/slurm_7/config.yaml").touch()
     assert started("1") == "--resume=runs/slurm_7"
+
+
+def test_torchrun_starts_or_resumes_a_run(tmp_path: Path) -> None:
+    """On the machines that are left. The script calls a stand-in for Python."""
+    (tmp_path / "python").write_text('#!/bin/sh\necho "$@"\n')
+    (tmp_path / "python").chmod(0o755)
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "4"}
+
+    def started() -> str:
+        line = ["bash", str(SCRIPTS / "elastic.sh"), "run", "--model=LeNet"]
+        return subprocess.check_output(line, cwd=tmp_path, env=env, text=True).strip()
+
+    given = "--model=LeNet --trainer.devices=2 --trainer.num_nodes=2"
+    assert started() == f"-m lightning_mgpu fit --run_dir=run {given}"
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/config.yaml").touch()
+    assert started() == f"-m lightning_mgpu fit --resume=run {given}"
 
 
 def test_ctrl_c_ends_a_process_and_its_children(monkeypatch: pytest.MonkeyPatch) -> None:
