@@ -5,7 +5,7 @@ README.md names the place of each function of the chapter; `__init__.py` has the
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, Literal
 from zlib import crc32
@@ -16,7 +16,6 @@ import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.tuner.lr_finder import _LRCallback
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.optim import LBFGS
@@ -31,7 +30,6 @@ from lightning_mgpu.routes.sums import Route, sum_by_all, sum_by_owners, sum_in_
 from lightning_mgpu.seeds import seed_generators
 from lightning_mgpu.shards.loader import shares_of_batch
 from lightning_mgpu.shards.reader import Shards
-from lightning_mgpu.shards.split_batch import num_samples
 from lightning_mgpu.strategies.buffers import ReplicaBuffers, write_buffers
 from lightning_mgpu.strategies.loss import scale_gradient
 from lightning_mgpu.strategies.sync_batchnorm import CPUSyncBatchNorm
@@ -69,7 +67,6 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
     _is_blocked = False  # in all batches of a window but the last
     _seed = 0  # for what the steps of this fit draw
     _began: Tensor | None = None  # the state of torch's generator when it began
-    _has_drawn = False  # whether a step has drawn numbers
 
     def __init__(
         self,
@@ -121,15 +118,18 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
                 "let it act once per epoch, or leave out `replicas`."
             )
         is_on_cpu = self.root_device.type == "cpu"
+        # between GPUs messages leave after the meeting: a process that fails before it would leave
+        # the others in a kernel
+        self._waits = not is_on_cpu
         # from torch's generator: two fits of a script draw other numbers, and a fit after the same
         # `seed_everything` the same
-        self._began, self._has_drawn = torch.get_rng_state(), not is_on_cpu
+        self._began = torch.get_rng_state()
         self._seed = crc32(self._began.numpy().data)
         self._layout: dict[Tensor, Any] = {}
         self.update, self._dispatcher, self._is_blocked = None, None, False
-        timeout = timedelta(seconds=self.meeting.timeout)
         # of this fit: a group that is kept would hand a failed fit's messages to the next one
-        group = None if self.is_alone else dist.new_group(timeout=2 * timeout)
+        timeout = timedelta(seconds=2 * self.meeting.timeout)
+        group = None if self.is_alone else dist.new_group(timeout=timeout)
         self._courier = Courier(self.meeting, group)
         self._has_memory = self.sums_in_place and bool(self.meeting.cells) and is_on_cpu
         default = BUCKET_CAP_MB if is_on_cpu else 0
@@ -183,20 +183,6 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
         if self.update is None:
             self.update = Update(self)
         return self.update
-
-    @property
-    def _waits(self) -> bool:
-        """Whether messages leave after the meeting.
-
-        Between GPUs, a process that fails before it meets would leave the others in a kernel.
-        """
-        return self.root_device.type != "cpu"
-
-    @property
-    def finds_rate(self) -> bool:
-        """Whether Lightning's LearningRateFinder looks at the losses of steps."""
-        callbacks: Any = vars(self.module.trainer)["callbacks"]
-        return any(isinstance(each, _LRCallback) for each in callbacks)
 
     def find_shares(self) -> list[float]:
         """The share of each replica here in the samples of the global batch."""
@@ -331,8 +317,7 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
         self._courier = self._dispatcher = None  # memory that a garbage collector would keep
         self.update, self.shards = None, ()
         super().teardown()
-        is_unmoved = self._began is not None and torch.equal(torch.get_rng_state(), self._began)
-        if is_unmoved and self._has_drawn:
+        if self._began is not None and torch.equal(torch.get_rng_state(), self._began):
             torch.rand(1)  # else the steps of a script's next fit would draw the same numbers
         self._began = None
 
@@ -358,9 +343,7 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
         with self.draw_apart():
             batch_idx = self.module.trainer.fit_loop.total_batch_idx + 1  # -1 at the first transfer
             seed_generators(self._seed, purpose, batch_idx, self.local_replicas[i])
-            before = torch.get_rng_state()
             yield
-            self._has_drawn |= not torch.equal(torch.get_rng_state(), before)
 
     def draw_for_transfer(self, i: int) -> Any:
         is_apart = self.module.trainer.training and self.num_replicas > 1
@@ -377,9 +360,6 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
         finally:
             self.runs_one_of_several = False
             results.batch, results.batch_size = batch, None
-            if isinstance(batch, Shards):
-                with suppress(ValueError):
-                    results.batch_size = sum(map(num_samples, batch.shards))
 
     def sync_buffers(self, update: Update | None = None) -> None:
         """Set the buffers by those of all replicas, if a step may have made them differ."""
