@@ -27,6 +27,7 @@ from optuna.distributions import CategoricalDistribution, FloatDistribution, Int
 from optuna.samplers import RandomSampler, TPESampler
 from optuna.trial import TrialState
 from optuna.visualization.matplotlib import plot_slice
+from sqlalchemy.exc import DatabaseError
 
 from lightning_mgpu.cli.options import one_string_per_option, options_by_name
 from lightning_mgpu.cli.yaml_files import read_config, read_default_config
@@ -46,7 +47,12 @@ from lightning_mgpu.tools import (
 def sweep_command(arguments: Sequence[str]) -> None:
     if int(os.environ.get("WORLD_SIZE", os.environ.get("SLURM_NTASKS", 1))) > 1:
         raise UsageError("sweep starts processes itself: leave torchrun or srun out")
-    Sweep(arguments).run()
+    sweep = Sweep(arguments)
+    try:
+        sweep.run()
+    except DatabaseError as error:  # on a full disk, or a file that is not one
+        told = f"{sweep.dir}/sweep.db: {error.orig}; once that is mended, the same command goes on"
+        raise UsageError(told) from error
 
 
 class Sweep:

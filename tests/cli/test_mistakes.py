@@ -1,5 +1,6 @@
 """The commonest mistakes end in at most six lines with status 2, and leave no file."""
 
+import resource
 import shutil
 import sys
 from collections.abc import Callable
@@ -141,6 +142,27 @@ def test_a_number_that_is_none(
     err = capfd.readouterr().err
     assert f"error: {option}=" in err and ": a number from " in err and err.count("\n") == 1
     assert not [*tmp_path.glob("r*")]
+
+
+FULL = {  # a command on a full disk, and the files that it leaves
+    "new deep/mine": set(),
+    "sweep --config=sweep/lenet_lr.yaml": {"sweep.db", "sweep.lock"},
+    "benchmark --only=exchange --algorithms=ring --sizes=0.1 --repeats=1 --run_dir=b": set(),
+}
+
+
+@pytest.mark.parametrize("args", FULL)
+def test_a_full_disk(args: str, main: Callable, tmp_path: Path, capsys: Any) -> None:
+    """A limit on the size of files stands for it."""
+    most = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200, most))
+    try:
+        assert main(*args.split()) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+    _, told, err = capsys.readouterr().err.partition("error: ")
+    assert told and err.count("\n") == 1, err
+    assert {path.name for path in tmp_path.rglob("*") if path.is_file()} == FULL[args]
 
 
 OWN = """

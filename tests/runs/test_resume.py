@@ -138,11 +138,12 @@ def test_a_run_that_has_not_begun_leaves_nothing(
 ) -> None:
     """Where a kill has left a file that is not finished, `start again` is true as well."""
     (tmp_path / "a").mkdir()
-    (tmp_path / "a" / ".part.config.yaml").write_text("trai")
+    (others := tmp_path / "others.txt").write_text("trai")
+    (tmp_path / "a" / ".part.config.yaml").symlink_to(others)
     line = ("--trainer.max_epochs=1", "--run_dir=a")
     assert fit(*line, stop=where, number="SIGTERM") == 130
     assert "stopped; start again\n" in capfd.readouterr().out
-    assert not (tmp_path / "a").exists()
+    assert not (tmp_path / "a").exists() and others.read_text() == "trai"
 
 
 @pytest.mark.parametrize(
