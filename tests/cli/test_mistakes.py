@@ -4,6 +4,7 @@ import resource
 import shutil
 import sys
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from torch.distributed import DistStoreError
 
 from lightning_mgpu.allreduce import textbook_allreduce
 from lightning_mgpu.cli.errors import one_line_errors
@@ -268,8 +270,9 @@ def test_a_process_that_has_no_reason_says_nothing(
 ) -> None:
     monkeypatch.setattr(rank_zero_only, "rank", 1)
     monkeypatch.setattr("time.sleep", lambda seconds: None)
-    cli: Any = SimpleNamespace(method="test")
-    late = ProcessEnded("waited 12 s (`timeout`) for process 0")
+    strategy = SimpleNamespace(global_rank=1, _timeout=timedelta(seconds=12))
+    cli: Any = SimpleNamespace(method="test", trainer=SimpleNamespace(strategy=strategy))
+    late = DistStoreError("wait timeout after 12000ms, keys: /default_pg/0//cpu//0/0")
     for error in (ProcessEnded("process 0 has ended"), late, UsageError("a mistake")):
         with pytest.raises(SystemExit, match="2"), one_line_errors(False):
             raise TrainingCLI.describe_end(cli, error)
