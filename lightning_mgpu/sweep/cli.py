@@ -229,6 +229,9 @@ def distribution(option: str, spec: dict[str, Any]) -> optuna.distributions.Base
         if any(isinstance(value, (list, dict)) for value in values):  # Optuna hashes values
             values = [as_text(value) for value in values]
         return CategoricalDistribution(values)
+    if not {"min", "max"} <= spec.keys():
+        told = "give value, values, or min and max; parameters are not nested, but dotted names"
+        raise ValueError(f"--{option}: {spec}: {told}")
     if spec.get("distribution", "log_uniform_values") != "log_uniform_values":
         raise ValueError(f"{spec}: the distribution can be log_uniform_values, or left out")
     low, high, is_log = spec["min"], spec["max"], "distribution" in spec
