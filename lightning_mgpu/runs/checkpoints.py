@@ -146,7 +146,8 @@ class LastCheckpoint(Callback):
         self.is_saving = self.has_finished = False
         self.first_epoch = 0  # of this process
         self.loaded_metrics: dict[str, Any] = {}
-        self.frozen: list[str] | None = None  # parameters, in the checkpoint to go on from
+        self.num_optimizers: int | None = None  # in the checkpoint to go on from
+        self.frozen: list[str] | None = None  # parameters, in that checkpoint
         self.modes: dict[str, list[bool]] = {}  # of the modules when an epoch begins, by name
         self.why_stopped = ""  # if the run has stopped by itself, as by EarlyStopping
 
@@ -155,9 +156,14 @@ class LastCheckpoint(Callback):
             if (left_out := load_weights(pl_module, self.weights)) and trainer.is_global_zero:
                 print(f"{self.weights}: left out are {', '.join(left_out)}")
             self.weights = None  # `fit` ends with a test of other ones
-        has = bool(trainer.ckpt_path)
-        if stage == "fit" and trainer.strategy.broadcast(has) != has:
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        has, num = bool(trainer.ckpt_path), len(trainer.optimizers)
+        if trainer.strategy.broadcast(has) != has:
             raise UsageError("only some machines have the run's last.ckpt: they must share a disk")
+        if self.num_optimizers not in (None, num):  # Lightning would restore what there is
+            told = f"has the states of {self.num_optimizers} optimizers, and the model {num}"
+            raise UsageError(f"{trainer.ckpt_path} {told}: start a new run by --weights")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.first_epoch = trainer.current_epoch
@@ -220,6 +226,7 @@ class LastCheckpoint(Callback):
         if EXCHANGE in checkpoint and not hasattr(trainer.strategy, "exchange"):
             raise UsageError(f"{trainer.ckpt_path} has the state of an exchange: keep its strategy")
         self.loaded_metrics, self.frozen = checkpoint[KEY]["metrics"], checkpoint[KEY]["frozen"]
+        self.num_optimizers = len(checkpoint["optimizer_states"])
         self.modes = checkpoint[KEY].get("modes", {})  # older files have none
         if why := checkpoint[KEY]["why_stopped"]:
             self.why_stopped, trainer.should_stop = why, True
