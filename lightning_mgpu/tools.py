@@ -9,7 +9,7 @@ from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Iterable, Iterator, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 PACKAGE = __package__.partition(".")[0]
 # what runs/ and exchanges/ know of each other: a run goes on from this file, and under this key it
@@ -114,6 +114,9 @@ def command() -> str:
 
 class CheckingParser(ArgumentParser):
     """Refuses numbers out of their ranges, and options with nothing behind their `=`."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message}; see {self.prog} --help")  # one line, without the usage
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         for arg in args:
