@@ -28,7 +28,7 @@ NOISE_LINE = re.compile(
     r"Subclass types expect|a class path|a dict with|Not a valid|Expected a path but|"
     r"Expected a <class 'NoneType'>"
 )
-NOISE = re.compile(".*callable class: | Got value: .*")
+NOISE = re.compile(r".*callable class: |\.?( Got value: .*)?$")
 
 
 @contextmanager
@@ -101,7 +101,7 @@ def last_frame(error: BaseException) -> tuple[Path, str]:
 
 def explain(message: str, given: dict[str, Any], options: Iterable[str]) -> str:
     """In one line the option, the value, jsonargparse's reason, and what was probably meant."""
-    stripped = [line.strip(" .").removeprefix("- ") for line in message.splitlines()]
+    stripped = [line.strip().removeprefix("- ") for line in message.splitlines()]
     lines = dict.fromkeys(NOISE.sub("", line) for line in stripped if not NOISE_LINE.match(line))
     lines = lines if any(lines) else dict.fromkeys(stripped)
     about = [n for n in given if re.search(f"--{n}|['\"]({n}|{last_part(n)})['\"]", message)]
