@@ -17,24 +17,17 @@ PACKAGE = __package__.partition(".")[0]
 LAST, EXCHANGE = "last.ckpt", "exchange"
 PART = ".part."  # how the name of a file that is not finished begins
 
-RANGES = {  # the smallest and the largest value of an option; Lightning and torch take others
+RANGES = {  # the smallest and the largest value of an option, where Lightning and torch take others
     "seed_everything": (0, 2**32 - 1),
     "data.batch_size": (1, 10**9),
     "data.val_size": (0, 10**9),
     "data.num_workers": (0, 1024),
     "model.lr": (0, 10**6),
     "model.optimizer.lr": (0, 10**6),
-    "model.optimizer.momentum": (0, 1),
-    "model.optimizer.weight_decay": (0, 10**6),
     "trainer.accumulate_grad_batches": (1, 10**6),
     "trainer.check_val_every_n_epoch": (1, 10**9),
     "trainer.devices": (-1, 4096),
     "trainer.gradient_clip_val": (0, 10**9),
-    "trainer.log_every_n_steps": (0, 10**9),
-    "trainer.max_epochs": (-1, 10**9),
-    "trainer.max_steps": (-1, 10**12),
-    "trainer.num_nodes": (1, 4096),
-    "trainer.num_sanity_val_steps": (-1, 10**9),
     "trainer.val_check_interval": (1e-9, 10**9),
     "trainer.strategy.replicas": (1, 4096),
     "trainer.strategy.every": (1, 10**9),

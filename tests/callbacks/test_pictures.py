@@ -34,10 +34,13 @@ def test_matrix_and_images_are_of_the_test_set(
     trainer = make_trainer(callbacks=[callback])
     X, y = data.test_set.read(0, torch.arange(107))
     expected = torch.bincount(10 * y + lively(X).argmax(1), minlength=100).view(10, 10)
+    pairs = zip(y.tolist(), lively(X).argmax(1).tolist())
+    wrong = [(label, found) for label, found in pairs if label != found]
     for _ in range(2):  # the second test starts from nothing
         trainer.test(lively, data, verbose=False)
         assert callback.confusion is not None
         assert torch.equal(callback.confusion.compute().cpu(), expected)
+        assert [(label, found) for _, label, found in callback.mistakes] == wrong[:24]
     assert expected.count_nonzero() > 10  # not all in one column
     for name in ("confusion.png", "predictions.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
@@ -120,36 +123,6 @@ def test_no_picture_ends_a_run(
     trainer = make_trainer(callbacks=[TestPictures()])
     with pytest.warns(UserWarning, match="predictions.png is not right: IndexError"):
         trainer.test(OnlyLogits(), DataLoader(TensorDataset(X, torch.full((6,), 70)), 3))
-
-
-def test_the_first_mistakes_are_drawn(
-    make_trainer: Callable, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With batches of 10 and of 400; nothing is drawn where there is none."""
-    shown: list[list[tuple[int, int]]] = []
-    monkeypatch.setattr(
-        pictures,
-        "plot_mistakes",
-        lambda mistakes, _: shown.append([pair for _, *pair in mistakes]) or Figure(),
-    )
-
-    class Finds(LeNet):
-        """Predicts the number that all pixels have."""
-
-        def forward(self, X: torch.Tensor) -> torch.Tensor:
-            return nn.functional.one_hot(X[:, 0, 0, 0].long(), 10).float()
-
-    y = torch.arange(400) // 40
-    for batch_size in (10, 400):
-        for every in (5, 80, 1000):
-            is_wrong = torch.arange(1, 401) % every == 0
-            found = torch.where(is_wrong, (y + 1) % 10, y)
-            X = found.view(-1, 1, 1, 1).expand(-1, 1, 4, 4).float()
-            loader = DataLoader(TensorDataset(X, y), batch_size)
-            shown.clear()
-            make_trainer(callbacks=[TestPictures()]).test(Finds(), loader, verbose=False)
-            expected = [[label, (label + 1) % 10] for label in y[is_wrong][:24].tolist()]
-            assert shown == ([expected] if expected else [])
 
 
 def test_one_scale_for_all_images(caplog: pytest.LogCaptureFixture) -> None:

@@ -113,12 +113,6 @@ def test_samples_draw_the_same_in_any_worker_and_process() -> None:
     assert len({value for row in noise for value in row}) == 3 * 10 * 3
 
 
-def test_collate_fn_gets_the_samples() -> None:
-    texts: Any = [torch.zeros(n) for n in (3, 1, 2)]
-    found = loader(texts, 2, collate_fn=lambda samples: [len(x) for x in samples])
-    assert list(found) == [[3, 1], [2]] and len(found) == 2
-
-
 def test_batches_are_pinned_for_a_gpu() -> None:
     """`meta` stands for a GPU: images that are there already cannot be pinned."""
     there = InMemoryImages(torch.ones(9, device="meta"), torch.ones(9))

@@ -170,13 +170,6 @@ def test_mistakes_end_in_one_line(fits: Fits, sweep: Callable, main: Callable, c
     assert "--model: {'parameters': " in others[6] and "but dotted names" in others[6]
 
 
-def test_a_trial_does_not_tune_on_the_test_set(main: Callable[..., int], capsys: Any) -> None:
-    args = (*CPU, "--trainer.limit_train_batches=1", "--trainer.limit_val_batches=1")
-    assert main("fit", *args, "--output.test=false", "--data.val_size=0") == 2
-    out, err = capsys.readouterr()
-    assert "test set" in err and "epoch" not in out
-
-
 def test_commands_of_the_pages_are_taken() -> None:
     text = "".join(path.read_text() for path in (REPOSITORY / "docs").glob("*.md"))
     text += (REPOSITORY / "README.md").read_text()
