@@ -174,9 +174,8 @@ class LastCheckpoint(Callback):
             self.modes = read_modes(pl_module)
             self.save(trainer, LAST)
         elif self.frozen is not None:  # after all hooks that freeze layers when a run begins
-            for name, p in pl_module.named_parameters():
-                if p.requires_grad == (name in self.frozen):  # BackboneFinetuning forgets it
-                    p.requires_grad_(not p.requires_grad)
+            for name, p in pl_module.named_parameters():  # BackboneFinetuning forgets it
+                p.requires_grad_(name not in self.frozen)
             for name, module in pl_module.named_modules():
                 vars(module).update(self.modes.get(name, {}))
         seed_generators(self.seed, "step", trainer.current_epoch)

@@ -45,8 +45,6 @@ from lightning_mgpu.tools import (
 
 
 def sweep_command(arguments: Sequence[str]) -> None:
-    if int(os.environ.get("WORLD_SIZE", os.environ.get("SLURM_NTASKS", 1))) > 1:
-        raise UsageError("sweep starts processes itself: leave torchrun or srun out")
     sweep = Sweep(arguments)
     try:
         sweep.run()
@@ -67,9 +65,6 @@ class Sweep:
         config, *fit_configs = options.config
         self.dir = options.sweep_dir or Path("sweeps", Path(config).stem)
         yaml = read_config(config)
-        known = {"method", "metric", "parameters", "run_cap", "program", "command"}
-        if ignored := yaml.keys() - known:
-            print("not read here, but by W&B:", *ignored, flush=True)
         try:
             # for W&B's agent: what follows `fit` is for all
             words = yaml.get("command", ["fit"])
@@ -176,10 +171,8 @@ class Sweep:
         status = run_in_group([sys.executable, "-m", program(), "fit", *args], log)
         rows = read_rows(run_dir) if status == 0 else []
         values = [float(row[self.metric]) for row in rows if row.get(self.metric)]
-        value, why = None, f"status {status}"
-        if status == 0:
-            why = f"{self.metric} {values[-1] if values else 'was not logged'}"
-        told = f"failed, {why}: see {log.name}"
+        logged = f"{self.metric} {values[-1] if values else 'was not logged'}"
+        value, told = None, f"failed, {f'status {status}' if status else logged}: see {log.name}"
         if values and math.isfinite(values[-1]):  # else it has diverged
             value = (max if self.direction == "maximize" else min)(filter(math.isfinite, values))
             told = f"{self.metric} {value:.4f}"
