@@ -18,7 +18,7 @@ def power_sgd(X: Tensor, state: Any, rank: int = 2) -> Generator[Any, Any, Tenso
         return sum((yield X))
     M = X.flatten(1) + state.get("rest", 0)
     if "Q" not in state:  # the same in all replicas
-        generator = torch.Generator().manual_seed(crc32(state.name.encode()))
+        generator = torch.Generator().manual_seed(crc32(f"{state.name} {state.seed}".encode()))
         state["Q"] = torch.randn(m, rank, generator=generator).to(X)
     P = torch.linalg.qr(sum((yield M @ state["Q"]))).Q
     own = M.T @ P

@@ -23,8 +23,11 @@ Exchange = Generator[Any, Any, Any]
 class State(UserDict):
     """A dict in which an exchange keeps tensors and plain values of a parameter between steps."""
 
-    def __init__(self, name: str, replica: int, num_replicas: int, data: dict[str, Any]) -> None:
+    def __init__(
+        self, name: str, replica: int, num_replicas: int, data: dict[str, Any], seed: int = 0
+    ) -> None:
         self.name, self.replica, self.num_replicas, self.data = name, replica, num_replicas, data
+        self.seed = seed  # of the fit: the same in all replicas, and after a resume
 
 
 class Outcome(NamedTuple):

@@ -111,7 +111,7 @@ class ExchangeStrategy(ManualAllreduceStrategy):
             for name, p in named.items():
                 key = (name, tuple(p.shape), str(p.dtype))  # a layer may be replaced by another
                 data = self._after[replica][key] = deepcopy(kept.get(key, {}))
-                states[-1][name] = State(name, replica, self.num_replicas, data)
+                states[-1][name] = State(name, replica, self.num_replicas, data, self._seed)
         plan = self._plans.setdefault(bucket, Plan(self.meeting))
         args = self._function, named, copies, states, self.world_size, plan
         return self._count_bytes(bucket, run_exchanges(*args))

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import pytest
 import torch
@@ -57,6 +58,34 @@ def test_what_is_not_finite_reaches_all_replicas_and_no_state() -> None:
         assert len(states) == 4
         for key, data in states.items():
             assert torch.equal(data["rest"], kept[key]["rest"]), key
+
+
+def add_noise(X: Tensor, state: Any) -> Any:
+    """A mask that all replicas share, and noise of each replica's own."""
+    state["step"] = state.get("step", 0) + 1
+    shared = state.name, state["step"], state.seed
+    seeds = [crc32(repr(each).encode()) for each in (shared, (*shared, state.replica))]
+    mask, noise = (torch.rand(X.shape, generator=torch.Generator().manual_seed(s)) for s in seeds)
+    return sum((yield (X + 0.01 * noise) * (mask < 0.5)))
+
+
+class DrawsBefore(Net):
+    """The fit begins with another state of torch's generator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.rand(1)
+
+
+def test_a_resumed_run_keeps_the_seed_of_its_exchange(tmp_path: Path) -> None:
+    def run(make: Any = Net, **kwargs: Any) -> Any:
+        return train(ExchangeStrategy(add_noise, replicas=2), make, **kwargs)
+
+    whole, other = run(max_epochs=2), run(DrawsBefore, max_epochs=2)
+    run(max_epochs=1).save_checkpoint(tmp_path / "last.ckpt")
+    resumed = run(DrawsBefore, max_epochs=2, resume=tmp_path / "last.ckpt")
+    assert whole.strategy._seed == resumed.strategy._seed != other.strategy._seed
+    assert digest(whole) == digest(resumed) != digest(other)
 
 
 class LBFGS(Net):
