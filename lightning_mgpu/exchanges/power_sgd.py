@@ -25,3 +25,7 @@ def power_sgd(X: Tensor, state: Any, rank: int = 2) -> Generator[Any, Any, Tenso
     state["rest"] = M - P @ own.T
     state["Q"] = sum((yield own))
     return (P @ state["Q"].T).view_as(X)
+
+
+# with `flat=True` it would send everything
+power_sgd.needs_matrices = True  # type: ignore[attr-defined]
