@@ -9,7 +9,7 @@ from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Iterable, Iterator, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 PACKAGE = __package__.partition(".")[0]
 # what runs/ and exchanges/ know of each other: a run goes on from this file, and under this key it
@@ -17,29 +17,24 @@ PACKAGE = __package__.partition(".")[0]
 LAST, EXCHANGE = "last.ckpt", "exchange"
 PART = ".part."  # how the name of a file that is not finished begins
 
-RANGES = {  # the smallest and the largest value of an option; Lightning and torch take others
+RANGES = {  # the smallest and the largest value of an option, where Lightning and torch take others
     "seed_everything": (0, 2**32 - 1),
     "data.batch_size": (1, 10**9),
     "data.val_size": (0, 10**9),
     "data.num_workers": (0, 1024),
     "model.lr": (0, 10**6),
     "model.optimizer.lr": (0, 10**6),
-    "model.optimizer.momentum": (0, 1),
-    "model.optimizer.weight_decay": (0, 10**6),
     "trainer.accumulate_grad_batches": (1, 10**6),
     "trainer.check_val_every_n_epoch": (1, 10**9),
     "trainer.devices": (-1, 4096),
     "trainer.gradient_clip_val": (0, 10**9),
-    "trainer.log_every_n_steps": (0, 10**9),
-    "trainer.max_epochs": (-1, 10**9),
-    "trainer.max_steps": (-1, 10**12),
-    "trainer.num_nodes": (1, 4096),
-    "trainer.num_sanity_val_steps": (-1, 10**9),
     "trainer.val_check_interval": (1e-9, 10**9),
     "trainer.strategy.replicas": (1, 4096),
     "trainer.strategy.every": (1, 10**9),
     "trainer.strategy.outer_lr": (0, 10**6),
     "trainer.strategy.outer_momentum": (0, 1),
+    "trainer.strategy.delay": (0, 10**9),
+    "trainer.strategy.mix": (0, 1),
     "trainer.strategy.options.fraction": (1e-9, 1),
     "trainer.strategy.options.rank": (1, 10**6),
     "batch_size": (1, 10**9),  # from here on those of the other subcommands
@@ -66,6 +61,7 @@ class UsageError(Exception):
 def replacing(path: Path) -> Iterator[Path]:
     """The name to write to. The file replaces `path` once it is on disk; after an error it goes."""
     part = path.with_name(f"{PART}{path.name}")  # beside it, and some writers go by the suffix
+    part.unlink(missing_ok=True)  # a link would be written through
     try:
         yield part
         with part.open("rb") as file:
@@ -113,6 +109,9 @@ def command() -> str:
 
 class CheckingParser(ArgumentParser):
     """Refuses numbers out of their ranges, and options with nothing behind their `=`."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message}; see {self.prog} --help")  # one line, without the usage
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         for arg in args:

@@ -159,8 +159,9 @@ if find_spec("lightning_mgpu.exchanges"):  # which can be deleted
     by_top_k = RUNS["top_k"][0]
     RUNS["top_k, accumulated"] = by_top_k, Random, {"accumulate_grad_batches": 4}
     RUNS["top_k, uneven"] = by_top_k, Sometimes, {}
+    RUNS["top_k, flat"] = partial(by_top_k, flat=True), Random, {}
 RESUMED = {"textbook", "top_k", "power_sgd"} & RUNS.keys()
-BY_MESSAGES = {"window", "two replicas", "power_sgd", "top_k, uneven"} & RUNS.keys()
+BY_MESSAGES = {"window", "top_k, flat", "two replicas", "power_sgd", "top_k, uneven"} & RUNS.keys()
 
 
 def run(name: str, **kwargs: Any) -> Trainer:
@@ -249,7 +250,7 @@ def fingerprint(out: str) -> str:
     return line
 
 
-@pytest.mark.weekly
+@pytest.mark.slow
 @pytest.mark.timeout(280)
 def test_a_lost_machine_changes_no_bit(
     command: Any,

@@ -1,4 +1,4 @@
-"""Starting jobs and ending them: the SLURM script, and a command with all its children."""
+"""Starting jobs and ending them: scripts, and a command with all its children."""
 
 import os
 import subprocess
@@ -8,7 +8,7 @@ import pytest
 
 from lightning_mgpu.tools import run_in_group
 
-SCRIPT = Path(__file__).parents[1] / "scripts" / "fit.sbatch"
+SCRIPTS = Path(__file__).parents[1] / "scripts"
 
 
 def test_a_slurm_job_that_is_queued_again_goes_on(tmp_path: Path) -> None:
@@ -20,7 +20,7 @@ def test_a_slurm_job_that_is_queued_again_goes_on(tmp_path: Path) -> None:
     def started(restarts: str) -> str:
         path = f"{tmp_path}:{os.environ['PATH']}"
         env = {"PATH": path, **slurm, "SLURM_RESTART_COUNT": restarts}
-        line = ["bash", str(SCRIPT), "--model=ResNet18"]
+        line = ["bash", str(SCRIPTS / "fit.sbatch"), "--model=ResNet18"]
         out = subprocess.check_output(line, cwd=tmp_path, env=env, text=True)
         return out.strip().removeprefix("python -m lightning_mgpu fit ")
 

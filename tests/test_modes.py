@@ -1,9 +1,7 @@
-"""The shipped YAMLs at work: debugging, callbacks, the example to copy."""
+"""The shipped YAMLs for debugging at work."""
 
-import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -51,38 +49,3 @@ def test_one_batch_is_learnt_by_heart(fit: Callable) -> None:
     assert last(Path("run"))["global_step"] == 40  # one batch an epoch
     losses = [row["train_loss"] for row in metrics(Path("run")) if row["train_loss"]]
     assert float(losses[-1]) < 0.05
-
-
-def test_the_example_to_copy_trains(fit: Callable) -> None:
-    few = [f"--trainer.limit_{stage}_batches=2" for stage in ("train", "val", "test")]
-    short = ("--trainer.max_epochs=1", "--data.batch_size=8", *few)
-    # BatchNorm over replicas needs a process for each
-    assert fit("experiment/example.yaml", *short, "--trainer.sync_batchnorm=false") == 0
-    assert last(Path("run"))["global_step"] == 2
-
-
-def test_early_stopping_ends_a_run_that_learns_nothing(fit: Callable, capfd: Any) -> None:
-    short = ("--trainer.max_epochs=9", "--trainer.limit_train_batches=1")
-    assert fit("callbacks/early_stopping.yaml", "--model.lr=0", *short) == 0
-    out = capfd.readouterr().out
-    assert "epoch 4/9" in out and "epoch 5/9" not in out
-    assert "stopped early: Monitored metric val_acc did not improve in the last 3 records" in out
-
-
-def test_ema_changes_what_is_validated_tested_and_saved_but_not_the_training(fit: Callable) -> None:
-    args = ("--trainer.max_epochs=2", "--model.init=kaiming", "--checkpoint.monitor=null")
-    step = "--trainer.callbacks.update_starting_at_step=2"
-    assert fit("", *args, "--run_dir=plain") == 0
-    assert fit("callbacks/ema.yaml", step, *args, "--run_dir=ema") == 0
-    plain, ema = (metrics(Path(name)) for name in ("plain", "ema"))
-    for key, is_same in (("train_loss", True), ("val_loss", False), ("test_loss", False)):
-        found = [[row[key] for row in rows if row[key]] for rows in (plain, ema)]
-        assert found[0] and (found[0] == found[1]) is is_same, key
-    weights, average = (last(Path(name))["state_dict"] for name in ("plain", "ema"))
-    assert all(not weights[name].equal(average[name]) for name in weights)
-
-
-def test_profile_sees_the_operators_of_all_replicas(fit: Callable) -> None:
-    assert fit("debug/profile.yaml") == 0
-    (row,) = re.findall(r"^ *aten::conv2d .*", Path("run/fit-profile.txt").read_text(), flags=re.M)
-    assert int(row.split()[-1]) == 3 * 2 * 2  # batches, replicas, convolutions

@@ -6,8 +6,6 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from lightning_mgpu.cli.errors import MISSING_EXTRA
-
 REPOSITORY = Path(__file__).parents[1]
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
@@ -26,9 +24,3 @@ def test_pins_are_within_the_bounds_and_malicious_releases_are_not() -> None:
     for name in ("lightning", "pytorch-lightning"):
         assert PINS[name] not in MALICIOUS and "2.6.6" in asked[name]
         assert not [version for version in MALICIOUS if version in asked[name]]
-
-
-def test_packages_that_errors_name_are_extras() -> None:
-    packages = re.findall(r"\w+", MISSING_EXTRA.pattern.partition("(")[2])
-    extras = {Requirement(line).name for lines in EXTRAS.values() for line in lines}
-    assert len(packages) > 1 and extras.issuperset(packages)

@@ -28,7 +28,7 @@ from lightning_mgpu.benchmark.report import exchange_tables, headline, step_tabl
 from lightning_mgpu.benchmark.rounds import machine, measure_in_rounds, plan_steps, seconds_per_step
 from lightning_mgpu.benchmark.worker import Configuration, make_model, make_trainer
 from lightning_mgpu.cli.strategy_names import find_strategy
-from lightning_mgpu.tools import UsageError, command, make_parser
+from lightning_mgpu.tools import UsageError, command, make_parser, replacing
 
 
 def parse(arguments: Sequence[str]) -> Namespace:
@@ -83,9 +83,11 @@ def benchmark_command(arguments: Sequence[str]) -> None:
         report["machine"]["load"] = max(report["machine"]["load"], os.getloadavg()[0])
         tables = step_tables(report["steps"]) + exchange_tables(report["exchange"])
         text = "\n".join([headline(report), *tables]) + "\n"
-        (directory / "benchmark.json").write_text(json.dumps(report, indent=1))
-        (directory / "benchmark.md").write_text(text)
-        print(f"{text}\nreport: {directory}/benchmark.md, {directory}/benchmark.json")
+        print(text, flush=True)
+        for suffix, content in (("md", text), ("json", json.dumps(report, indent=1))):
+            with replacing(directory / f"benchmark.{suffix}") as part:
+                part.write_text(content)
+        print(f"report: {directory}/benchmark.md, {directory}/benchmark.json")
 
 
 def configurations(args: Namespace) -> list[Configuration]:

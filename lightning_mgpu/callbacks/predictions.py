@@ -47,8 +47,8 @@ class PredictionWriter(BasePredictionWriter):
 
 def gather_tables(trainer: Any, own: dict | None) -> list[dict | None]:
     """The tables of all processes."""
-    if hasattr(trainer.strategy, "gather_objects"):  # while it waits, Ctrl-C ends it
-        return list(trainer.strategy.gather_objects(own))
+    if meeting := getattr(trainer.strategy, "meeting", None):  # while it waits, Ctrl-C ends it
+        return list(meeting.gather_objects(own, "predictions"))
     tables = [own] * trainer.world_size
     if trainer.world_size > 1:
         dist.all_gather_object(tables, own)

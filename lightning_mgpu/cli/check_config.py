@@ -1,6 +1,7 @@
 """Refuses calls and wrong numbers in a parsed configuration, before anything is built."""
 
 import pydoc
+from contextlib import suppress
 from inspect import isclass
 from typing import Any
 
@@ -40,7 +41,7 @@ def is_class(path: Any) -> bool:
 def refuse_numbers(config: dict[str, Any]) -> None:
     """Refuse numbers out of their option's range, also where Lightning would take them."""
     for name, value in flatten(config).items():
-        if name in RANGES and isinstance(value, str) and value.isdecimal():
-            value = int(value)  # --trainer.devices=2 is a text
-        if name in RANGES and isinstance(value, (int, float)):
-            check_range(name, value)
+        if name in RANGES:
+            with suppress(TypeError, ValueError):  # None, lists, words such as `auto`
+                value = float(value)  # --trainer.devices=2 is a text
+                check_range(name, value)

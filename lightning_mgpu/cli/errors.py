@@ -26,9 +26,9 @@ CLASS_HINT = "a class is given by its name, or by its path: my_package.MyClass"
 NOISE_LINE = re.compile(
     r"Does not validate|Subtypes:|Errors:|Parser key|Problem with given class_path|Given value|"
     r"Subclass types expect|a class path|a dict with|Not a valid|Expected a path but|"
-    r"Expected a <class '(NoneType|str)'>"
+    r"Expected a <class 'NoneType'>"
 )
-NOISE = re.compile(".*callable class: | Got value: .*")
+NOISE = re.compile(r".*callable class: |\.?( Got value: .*)?$")
 
 
 @contextmanager
@@ -100,7 +100,7 @@ def last_frame(error: BaseException) -> tuple[Path, str]:
 
 
 def explain(message: str, given: dict[str, Any], options: Iterable[str]) -> str:
-    """The option and the value given, jsonargparse's reason, and what was probably meant."""
+    """In one line the option, the value, jsonargparse's reason, and what was probably meant."""
     stripped = [line.strip().removeprefix("- ") for line in message.splitlines()]
     lines = dict.fromkeys(NOISE.sub("", line) for line in stripped if not NOISE_LINE.match(line))
     lines = lines if any(lines) else dict.fromkeys(stripped)
@@ -110,5 +110,5 @@ def explain(message: str, given: dict[str, Any], options: Iterable[str]) -> str:
     hint = hint if re.search("import|has no attribute", message) else ""
     if re.search("unrecognized|not accept", message):
         hint = did_you_mean(name, options)
-    about_what = [f"--{name}={given[name]}:".replace("=:", ":")] if about else []
-    return "\n  ".join([*about_what, *filter(None, [*lines, hint])])
+    about_what = f"--{name}={given[name]}: ".replace("=:", ":") if about else ""
+    return about_what + "; ".join(filter(None, [*lines, hint]))

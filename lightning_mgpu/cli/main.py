@@ -59,6 +59,7 @@ def main(cli: Any = None) -> None:
 
 def hide_messages() -> None:
     """Filter the messages above, and no others."""
+    logging.raiseExceptions = False  # on a full disk, each of W&B's lines would be a traceback
     for message in WARNINGS:
         warnings.filterwarnings("ignore", message=message)
     for name in ("lightning.pytorch", "lightning.fabric"):

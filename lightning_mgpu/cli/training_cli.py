@@ -17,7 +17,7 @@ from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
-from torch.distributed import destroy_process_group, is_initialized
+from torch.distributed import DistError, destroy_process_group, is_initialized
 
 import lightning_mgpu.data
 import lightning_mgpu.models  # noqa: F401 - --model=ResNet18 is found among imported classes
@@ -26,7 +26,7 @@ from lightning_mgpu.cli.check_config import refuse_functions, refuse_numbers
 from lightning_mgpu.cli.errors import constructor_errors, explain, is_restoring
 from lightning_mgpu.cli.help import OPTIONS
 from lightning_mgpu.cli.options import PATHS, Options, read_options
-from lightning_mgpu.cli.yaml_files import dump_config
+from lightning_mgpu.cli.yaml_files import END, dump_config
 from lightning_mgpu.devices import devices
 from lightning_mgpu.processes import ProcessEnded
 from lightning_mgpu.runs import checkpoints
@@ -101,7 +101,7 @@ class TrainingCLI(LightningCLI):
         refuse_functions(self.config_dump)
         refuse_numbers(self.config_dump)
         written = {key: value for key, value in self.config_dump.items() if key not in PATHS}
-        self.config_text = dump_config(written)
+        self.config_text = dump_config(written) + END
         if run_dir := self.options.run_dir:
             refuse_changes(run_dir, self.dump(self.parse([])), self.config_dump)
 
@@ -272,6 +272,11 @@ class TrainingCLI(LightningCLI):
             # Lightning exits with 1 in its handler of Ctrl-C
             is_ctrl_c = KeyboardInterrupt in (type(error), type(error.__context__))
             return SystemExit(130 if is_ctrl_c else getattr(error, "code", None) or 1)
+        if isinstance(error, DistError) and not is_initialized():  # there is no process group yet
+            strategy: Any = self.trainer.strategy
+            who = "process 0" if strategy.global_rank else "another process"
+            seconds = strategy._timeout.total_seconds()
+            error = ProcessEnded(f"waited {seconds:.0f} s (`timeout`) for {who}")
         if isinstance(error, ProcessEnded) or "/gloo/transport/" in str(error):
             return ProcessEnded(f"{str(error).partition('. This is ')[0]}; {way_on}")
         if is_restoring(error):

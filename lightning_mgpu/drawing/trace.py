@@ -91,7 +91,7 @@ def trace_exchange(exchange: Callable, k: int, numel: int) -> Trace:
 
     side, steps = math.isqrt(min(numel, 2**18)), []
     for replica in range(k):
-        names = {"name": "weight", "replica": replica, "num_replicas": k}
+        names = {"name": "weight", "replica": replica, "num_replicas": k, "seed": 0}
         state = type("State", (dict,), names)()
         steps.append(endless(exchange(torch.randn(side, side), state)))
     result, sent = Trace(k, 4 * side * side), None

@@ -10,11 +10,15 @@ from torch import Tensor
 
 from lightning_mgpu.exchanges.route import Plan, State, run_exchanges, run_here
 
-SHAPES = ((), (7,), (24, 30), (6, 4, 5, 5))
+SHAPES: Any = ((), (7,), (24, 30), (6, 4, 5, 5))
 
 
 def check_exchange(
-    function: Any, exchange: Any = None, device: Any = "cpu", dtype: torch.dtype = torch.float32
+    function: Any,
+    exchange: Any = None,
+    device: Any = "cpu",
+    dtype: torch.dtype = torch.float32,
+    shapes: Any = SHAPES,
 ) -> bool:
     """Call an exchange as a strategy does, with 2, 3 and 4 replicas; returns if it keeps a state.
 
@@ -25,7 +29,7 @@ def check_exchange(
             or in other shapes; if a tensor like X is not returned; if equal inputs and states give
             other bits when it is called again; if a state holds objects of classes.
     """
-    like = {str(shape): torch.zeros(shape, device=device, dtype=dtype) for shape in SHAPES}
+    like = {str(shape): torch.zeros(shape, device=device, dtype=dtype) for shape in shapes}
     has_state = False
     for k in (2, 3, 4):
         try:
@@ -58,7 +62,7 @@ def call_three_times(exchange: Any, k: int, like: dict[str, Tensor]) -> bytes:
             {name: State(name, replica, k, data) for name, data in each.items()}
             for replica, each in enumerate(datas)
         ]
-        returned += run_here(run_exchanges(exchange, like, replicas, states, 1, plan)).results
+        returned += run_here(run_exchanges(exchange, replicas, states, 1, plan))[0]
         if not all(X.isfinite().all() for X in returned):
             raise RuntimeError("gradients of zeros give a result that is not finite")
     torch.save(move_data_to_device([returned, datas], "cpu"), content := BytesIO())

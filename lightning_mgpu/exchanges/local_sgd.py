@@ -3,15 +3,20 @@
 Local SGD (McMahan et al., 2017; Stich, 2019) goes on from the mean of the replicas' weights. DiLoCo
 (Douillard et al., 2023) takes their mean difference to the last common weights as a gradient, for a
 step of SGD with Nesterov momentum. Local SGD is that step with `lr` 1 and no momentum.
+
+With a delay, replicas train on while differences travel, as in Streaming DiLoCo (Douillard et al.,
+2025) and Overlap Local SGD (Wang et al., 2020).
 """
 
 from collections.abc import Callable, Generator
+from datetime import timedelta
 from functools import partial
 from typing import Any
 from zlib import crc32
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
@@ -23,8 +28,13 @@ from lightning_mgpu.exchanges.route import exact
 from lightning_mgpu.exchanges.strategy import ExchangeStrategy
 from lightning_mgpu.processes.strategy import FACTS
 from lightning_mgpu.routes.buckets import Gradients
+from lightning_mgpu.routes.sums import take_all
 from lightning_mgpu.shards.checksum import checksum
 from lightning_mgpu.strategies.buffers import ReplicaBuffers
+
+# torch 2.14 has made it public
+set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+MEETING = "meeting"  # the key of its route, with a delay
 
 
 def nesterov(mean: Tensor, state: Any, lr: float = 1.0, momentum: float = 0.0) -> Tensor:
@@ -52,6 +62,10 @@ class LocalSGDStrategy(ExchangeStrategy):
         outer: A function of the mean difference and of a state, which returns what is subtracted
             from the last common weights; or its dotted path.
         outer_lr, outer_momentum: Of the step of SGD with Nesterov momentum that is the default.
+        delay: D, at most H. Differences that have left arrive D updates later, and replicas train
+            on meanwhile. Left out: 0, replicas wait for them.
+        mix: With a delay, a replica goes on from `mix * its own weights + (1 - mix) * X`, where X
+            are the new common weights. In [0, 1). Left out: 0.5.
         parallel_devices, ...: As for `ManualAllreduceStrategy`. There is one replica per process.
     """
 
@@ -62,6 +76,11 @@ class LocalSGDStrategy(ExchangeStrategy):
     }
     saves_optimizers = True
     flag_of_k = "devices"
+    why_weights_differ = (
+        "a callback that swaps weights around an evaluation (EMA), or by "
+        f"{ExchangeStrategy.why_weights_differ}"
+    )
+    weights_are_equal = True  # in all replicas: after an exchange without a delay
 
     def __init__(
         self,
@@ -71,6 +90,8 @@ class LocalSGDStrategy(ExchangeStrategy):
         outer: Callable[..., Any] | None = None,
         outer_lr: float = 1.0,
         outer_momentum: float = 0.0,
+        delay: int = 0,
+        mix: float | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(exchange, options, **kwargs)
@@ -78,9 +99,13 @@ class LocalSGDStrategy(ExchangeStrategy):
             raise ValueError(f"{every=}: it is 1 or more")
         if outer and (outer_lr, outer_momentum) != (1, 0):
             raise ValueError("`outer_lr` and `outer_momentum` need the default of `outer`")
+        if not 0 <= delay <= every:
+            raise ValueError(f"{delay=}: it is from 0 to {every=}")
+        if mix is not None and not (delay and 0 <= mix < 1):
+            raise ValueError(f"{mix=}: it needs a `delay`, and is 0 or more and less than 1")
         self.every, self.outer = every, outer
         self.outer_lr, self.outer_momentum = outer_lr, outer_momentum
-        self._num_updates = 0  # since the last exchange of weights
+        self.delay, self.mix = delay, 0.5 if mix is None and delay else mix or 0.0
 
     def make_function(self) -> Callable[..., Any]:
         default = partial(nesterov, lr=self.outer_lr, momentum=self.outer_momentum)
@@ -98,10 +123,15 @@ class LocalSGDStrategy(ExchangeStrategy):
                 "An exchange of weights now and then needs one replica per process, no "
                 "sync_batchnorm, and no callback that averages weights."
             )
+        if self.delay and self.root_device.type != "cpu":
+            raise MisconfigurationException("An exchange with a delay works between CPUs only.")
+        if self.delay and not self.is_alone:
+            set_timeout(timedelta(days=365), self._courier.group)  # `wait` gives up, at the arrival
 
     def reset_states(self) -> None:
         super().reset_states()
-        self._num_updates = self._facts = 0
+        self._num_updates = self._facts = 0  # since differences have left
+        self._is_under_way, self.weights_are_equal = False, True
         self._weights: Gradients = {}  # the last common ones
 
     @torch.no_grad()
@@ -111,7 +141,6 @@ class LocalSGDStrategy(ExchangeStrategy):
         self._facts = crc32(repr(facts).encode(), self._facts)
         sums = {p: torch.empty_like(p).copy_(g) for p, g in replicas[0].items()}
         self.set_sums(sums)
-        self.num_bytes[1] += sum(p.nbytes for p in sums)
 
     def find_shares(self) -> list[float]:
         return [1.0]
@@ -130,43 +159,82 @@ class LocalSGDStrategy(ExchangeStrategy):
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         output = super().optimizer_step(*args, **kwargs)
         self._num_updates += 1
+        self.weights_are_equal = False
+        if self._num_updates == self.delay:
+            self._receive_differences()
         if self._num_updates == self.every:
-            self.exchange_weights()
+            self._send_differences() if self.delay else self.exchange_weights()
         return output
 
     def on_train_end(self) -> None:
         self.exchange_weights()
         super().on_train_end()
 
+    def teardown(self) -> None:
+        super().teardown()
+        self._is_under_way, self.weights_are_equal = False, True  # a fit may have failed
+
     @torch.no_grad()
     def exchange_weights(self) -> None:
-        """An outer step, if there was an update since the last one."""
-        if not self._num_updates:
+        """Make the weights of all replicas equal: an outer step, for which they wait."""
+        if self.weights_are_equal or self.module.trainer.interrupted:
             return
-        self._num_updates = 0
-        if {*self._find_trained()} != {*self._weights}:
-            raise RuntimeError("Between two exchanges of weights, `requires_grad` must not change.")
-        differences = {p: (X - p) / self.num_replicas for p, X in self._weights.items()}
+        self._receive_differences()
+        self.weights_are_equal, self._num_updates = True, 0
         buffers = ReplicaBuffers(self.module, 1)
         if self.update:  # of a window that goes on
             self.update.buffers = None
-        lrs = [group["lr"] for each in self.optimizers for group in each.param_groups]
-        names = [name for name, p in self.module.named_parameters() if p in differences]
-        since_last = crc32(repr((self._facts, checksum(lrs), names)).encode())
-        self._facts = 0
-        args = [differences], "weights to exchange", buffers if buffers.num_bytes else None
-        steps, _ = self.exchange_all(*args, since_last=since_last)
-        for p, step in steps.items():
-            p.copy_(self._weights[p].sub_(step))
+        args = [self._find_differences()], "weights to exchange", buffers.num_bytes and buffers
+        steps, _ = self.exchange_all(*args, since_last=self._sum_up())
+        self._move_weights(steps, mix=0)
         self._weights = {}
+
+    @torch.no_grad()
+    def _send_differences(self) -> None:
+        """Let them leave, and what the processes compare with them. Buffers stay."""
+        row = self.start_all([self._find_differences()], since_last=self._sum_up())
+        self._courier.start(MEETING, take_all(torch.from_numpy(row), self.world_size))
+        self._is_under_way, self._num_updates = True, 0
+
+    @torch.no_grad()
+    def _receive_differences(self) -> None:
+        """Wait for those under way, and make the outer step."""
+        if not self._is_under_way:
+            return
+        self._is_under_way = False
+        results = self._dispatcher.finish({})
+        flags = self.read_flags(results[MEETING].numpy())
+        steps, _ = self.take_results(results, flags)
+        self._move_weights(steps, self.mix)
+
+    def _find_differences(self) -> Gradients:
+        if {*self._find_trained()} != {*self._weights}:
+            raise RuntimeError(
+                "Between two exchanges of weights, `requires_grad` must not change: change it "
+                "right after an evaluation or a checkpoint."
+            )
+        return {p: (X - p) / self.num_replicas for p, X in self._weights.items()}
+
+    def _sum_up(self) -> int:
+        """What the processes must have had alike since differences left for the last time."""
+        lrs = [group["lr"] for each in self.optimizers for group in each.param_groups]
+        names = [name for name, p in self.module.named_parameters() if p in self._weights]
+        facts, self._facts = self._facts, 0
+        return crc32(repr((facts, checksum(lrs), names)).encode())
+
+    def _move_weights(self, steps: Gradients, mix: float) -> None:
+        """The step of the common weights X. The replica goes on from X, or from its own and X."""
+        for p, step in steps.items():
+            X = self._weights[p].sub_(step)
+            p.copy_(X.lerp(p, mix) if mix else X)
 
     def sync_buffers(self, update: Any = None) -> None:
         """After an update they are shared when weights are, and not in every step."""
-        if not self._num_updates:
+        if self.weights_are_equal:
             super().sync_buffers(update)
 
     def compare_weights(self) -> None:
-        if not self._num_updates:  # else they differ
+        if self.weights_are_equal:
             super().compare_weights()
 
     def on_validation_start(self) -> None:
@@ -179,7 +247,7 @@ class LocalSGDStrategy(ExchangeStrategy):
         return super().lightning_module_state_dict()
 
     def find_settings(self) -> dict[str, Any]:
-        names = ("every", "outer_lr", "outer_momentum")
+        names = ("every", "outer_lr", "outer_momentum", *(("delay", "mix") if self.delay else ()))
         own = {f"strategy.{name}": getattr(self, name) for name in names}
         outer = {"strategy.outer": path_of(self.outer) if self.outer else None}
         return {**super().find_settings(), **own, **outer}

@@ -18,10 +18,14 @@ def power_sgd(X: Tensor, state: Any, rank: int = 2) -> Generator[Any, Any, Tenso
         return sum((yield X))
     M = X.flatten(1) + state.get("rest", 0)
     if "Q" not in state:  # the same in all replicas
-        generator = torch.Generator().manual_seed(crc32(state.name.encode()))
+        generator = torch.Generator().manual_seed(crc32(f"{state.name} {state.seed}".encode()))
         state["Q"] = torch.randn(m, rank, generator=generator).to(X)
     P = torch.linalg.qr(sum((yield M @ state["Q"]))).Q
     own = M.T @ P
     state["rest"] = M - P @ own.T
     state["Q"] = sum((yield own))
     return (P @ state["Q"].T).view_as(X)
+
+
+# with `flat=True` it would send everything
+power_sgd.needs_matrices = True  # type: ignore[attr-defined]

@@ -8,7 +8,7 @@ tensors of each round in the first update of a bucket (`Plan`), and may not chan
 from collections import UserDict
 from collections.abc import Generator
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,15 +23,11 @@ Exchange = Generator[Any, Any, Any]
 class State(UserDict):
     """A dict in which an exchange keeps tensors and plain values of a parameter between steps."""
 
-    def __init__(self, name: str, replica: int, num_replicas: int, data: dict[str, Any]) -> None:
+    def __init__(
+        self, name: str, replica: int, num_replicas: int, data: dict[str, Any], seed: int = 0
+    ) -> None:
         self.name, self.replica, self.num_replicas, self.data = name, replica, num_replicas, data
-
-
-class Outcome(NamedTuple):
-    """Results of the exchanges in an update."""
-
-    results: list[Tensor]  # of parameters; the exchange may still use their memory
-    num_bytes: int  # that a replica has sent
+        self.seed = seed  # of the fit: the same in all replicas, and after a resume
 
 
 class Plan:
@@ -78,26 +74,29 @@ def exact(X: Tensor, state: Any) -> Exchange:
 
 def run_exchanges(
     exchange: Any,
-    parameters: dict[str, Tensor],
     replicas: list[dict[str, Tensor]],  # the X of each replica here: it may be changed
     states: list[dict[str, State]],  # of the same replicas
     num_processes: int,
     plan: Plan,
-) -> Generator[Message, Any, Outcome]:
+) -> Generator[Message, Any, tuple[list[Tensor], int]]:
     """Yields the rows of the replicas here, and gets those of all.
+
+    Returns a result for each X, whose memory an exchange may still use, and the bytes that a
+    replica has sent.
 
     Raises:
         RuntimeError: If replicas send or return what does not fit together.
     """
-    results: dict[str, list[Any]] = {name: [] for name in parameters}
+    planned = {name: describe(X) for name, X in replicas[0].items()}
+    results: dict[str, list[Any]] = {name: [] for name in planned}
     running = {
         name: [
             endless(exchange(Xs[name], own[name]), results[name])
             for Xs, own in zip(replicas, states)
         ]
-        for name in parameters
+        for name in planned
     }
-    received: dict[str, Any] = dict.fromkeys(parameters)
+    received: dict[str, Any] = dict.fromkeys(planned)
     num_bytes = 0
     for number in count():
         by_name = {name: [each.send(received[name]) for each in running[name]] for name in running}
@@ -111,10 +110,10 @@ def run_exchanges(
         received = unpack(sent[0], [each for part in parts for each in part.view(len(sent), -1)])
         num_bytes += len(row) // len(sent)
     plan.is_complete = True
-    return Outcome(take_results(parameters, results), num_bytes)
+    return take_results(planned, results), num_bytes
 
 
-def run_here(route: Any) -> Outcome:
+def run_here(route: Any) -> tuple[list[Tensor], int]:
     """Run a route whose replicas are all in this process."""
     parts: Any = None
     try:
@@ -148,12 +147,11 @@ def unpack(sent: dict[str, Any], rows: list[Tensor]) -> dict[str, list[Any]]:
     return received
 
 
-def take_results(parameters: dict[str, Tensor], results: dict[str, Any]) -> list[Tensor]:
+def take_results(planned: dict[str, str], results: dict[str, Any]) -> list[Tensor]:
     found = []
     for name, (first, *others) in results.items():
-        p = parameters[name]
-        if describe(first) != describe(p):
-            raise RuntimeError(f"{name}: for X of {describe(p)} it returned {describe(first)}")
+        if (what := describe(first)) != planned[name]:
+            raise RuntimeError(f"{name}: for X of {planned[name]} it returned {what}")
         if not all(torch.equal(to_bytes(each), to_bytes(first)) for each in others):
             raise RuntimeError(f"{name}: what is returned differs between replicas")
         found.append(first)

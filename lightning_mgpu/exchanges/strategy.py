@@ -6,7 +6,6 @@ from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -14,11 +13,12 @@ from lightning.fabric.utilities import move_data_to_device
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import LBFGS
 
 from lightning_mgpu.allreduce import textbook_allreduce
-from lightning_mgpu.exchanges.check import check_exchange, path_of
+from lightning_mgpu.exchanges.check import SHAPES, check_exchange, path_of
 from lightning_mgpu.exchanges.route import Plan, State, exact, run_exchanges
 from lightning_mgpu.routes.buckets import Bucket, Gradients
 from lightning_mgpu.routes.sums import Route
@@ -33,6 +33,8 @@ class ExchangeStrategy(ManualAllreduceStrategy):
         exchange: One replica's side (see `lightning_mgpu.exchanges`), or its dotted path.
         options: Arguments of the exchange, by name.
         every: Refused here: `exchange_local_sgd` and `exchange_diloco` take it.
+        flat: X has the gradients of all parameters of one dtype that require a gradient, in the
+            order of `named_parameters`, as one vector. It is sent after the backward pass.
         replicas, ...: As for `ManualAllreduceStrategy`.
     """
 
@@ -49,6 +51,7 @@ class ExchangeStrategy(ManualAllreduceStrategy):
         exchange: Callable[..., Any] = exact,
         options: dict[str, Any] | None = None,
         every: int | None = None,
+        flat: bool = False,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
@@ -56,7 +59,12 @@ class ExchangeStrategy(ManualAllreduceStrategy):
             raise ValueError(f"{every=}: take the strategy exchange_local_sgd or exchange_diloco")
         if self.allreduce is not textbook_allreduce:
             raise ValueError("an exchange takes no `allreduce`")
-        self.exchange, self.options = exchange, options or {}
+        if flat and hasattr(getattr(exchange, "func", exchange), "needs_matrices"):
+            raise ValueError(f"{flat=}: {path_of(exchange)} needs matrices: leave out `flat`")
+        if flat and self.bucket_cap_mb:
+            raise ValueError(f"{flat=}: gradients are one bucket: leave out `bucket_cap_mb`")
+        self.bucket_cap_mb = 0 if flat else self.bucket_cap_mb
+        self.exchange, self.options, self.flat = exchange, options or {}, flat
 
     def make_function(self) -> Callable[..., Any]:
         """The exchange with its options."""
@@ -70,7 +78,9 @@ class ExchangeStrategy(ManualAllreduceStrategy):
         with self.precision_plugin.module_init_context():
             dtype = torch.get_default_dtype()
         # before a callback makes a run directory
-        has_state = check_exchange(self._function, self.exchange, self.root_device, dtype)
+        shapes = [(1000,)] if self.flat else SHAPES
+        args = self._function, self.exchange, self.root_device, dtype, shapes
+        has_state = check_exchange(*args)
         self._is_stateful = has_state or self.saves_optimizers
 
     def setup(self, trainer: Trainer) -> None:
@@ -85,7 +95,7 @@ class ExchangeStrategy(ManualAllreduceStrategy):
                 "An exchange that keeps a state, and one of weights, need automatic optimization, "
                 "no LBFGS, and no GradScaler: bf16-mixed in place of 16-mixed."
             )
-        self._plans = WeakKeyDictionary[Bucket, Plan]()
+        self._plans: dict[Any, Plan] = {}  # by the keys of states that a bucket has
         self.reset_states()
 
     def reset_states(self) -> None:
@@ -94,48 +104,73 @@ class ExchangeStrategy(ManualAllreduceStrategy):
         self.num_bytes = np.zeros(2)  # sent by one replica: by this exchange, by the exact sum
 
     def route(self, bucket: Bucket, replicas: list[Gradients]) -> Route:
-        """The exchange of each parameter, on copies of gradients and of states.
+        """The exchange of each X, a copy of gradients, with a copy of its state.
 
         Where numbers are not finite, all exchanges of the bucket here get zeros.
         """
-        named = {self._layout[p][0]: p for p in bucket.parameters if p.numel()}
+        groups = self._group(bucket, replicas)
         Xs = [X for row in bucket.rows for X in row]
         bucket.has_spoiled = not all(torch.stack([X.isfinite().all() for X in Xs]).tolist())
         copies: list[dict[str, Tensor]] = []
         states: list[dict[str, State]] = []
         for (replica, kept), row in zip(self._states.items(), bucket.rows):
-            zeros = torch.zeros_like if bucket.has_spoiled else torch.clone
-            pairs = [(n, X) for n, X in zip(named, (X for X in row if X.numel()))]
-            copies.append({n: zeros(X, memory_format=torch.contiguous_format) for n, X in pairs})
+            if self.flat and self._is_stateful and kept and not groups.keys() <= kept.keys():
+                rank_zero_warn(
+                    "flat=True: other parameters than before require a gradient. The state of the "
+                    "exchange starts anew."
+                )
+            gradients = dict(zip(bucket.parameters, row))
+            copies.append({})
             states.append({})
-            for name, p in named.items():
-                key = (name, tuple(p.shape), str(p.dtype))  # a layer may be replaced by another
+            for key, group in groups.items():
+                X = torch.cat([gradients[p].flatten() for p in group])
+                X = X.zero_() if bucket.has_spoiled else X
                 data = self._after[replica][key] = deepcopy(kept.get(key, {}))
-                states[-1][name] = State(name, replica, self.num_replicas, data)
-        plan = self._plans.setdefault(bucket, Plan(self.meeting))
-        args = self._function, named, copies, states, self.world_size, plan
-        return self._count_bytes(bucket, run_exchanges(*args))
+                name = key[0]
+                states[-1][name] = State(name, replica, self.num_replicas, data, self._seed)
+                copies[-1][name] = X if self.flat else X.view_as(group[0])
+        plan = self._plans.setdefault((*groups,), Plan(self.meeting))
+        route = run_exchanges(self._function, copies, states, self.world_size, plan)
+        return self._take_results(bucket, [*groups.values()], route)
 
-    def _count_bytes(self, bucket: Bucket, route: Any) -> Any:
-        outcome = yield from route
-        self.num_bytes[0] += outcome.num_bytes
-        results = iter(outcome.results)
-        found = [next(results) if p.numel() else torch.zeros_like(p) for p in bucket.parameters]
-        return bucket.keep(found)
+    def _group(self, bucket: Bucket, replicas: list[Gradients]) -> dict[Any, list[Tensor]]:
+        """The parameters of each X, by the key of its state, in which the name comes first."""
+        keys = {p: (self._layout[p][0], tuple(p.shape), str(p.dtype)) for p in bucket.parameters}
+        if not self.flat:  # a layer may be replaced by another
+            return {key: [p] for p, key in keys.items() if p.numel()}
+        groups = defaultdict[Any, list[Tensor]](list)
+        for p in self._layout:
+            if p.numel() and (p.requires_grad or any(p in each for each in replicas)):
+                groups[str(p.dtype)].append(p)
+        return {(dtype, *(keys[p] for p in group)): group for dtype, group in groups.items()}
 
-    def exchange_all(
-        self, replicas: list[Gradients], purpose: str, buffers: Any = None, **facts: int
-    ) -> tuple[Gradients, bool]:
+    def _take_results(self, bucket: Bucket, groups: list[list[Tensor]], route: Any) -> Any:
+        results, num_bytes = yield from route
+        self.num_bytes[0] += num_bytes
+        found: Gradients = {}
+        for group, X in zip(groups, results):
+            parts = X.flatten().split([p.numel() for p in group])
+            found |= {p: part.view(p.shape) for p, part in zip(group, parts)}
+        found |= {p: torch.zeros_like(p) for p in bucket.parameters if p not in found}
+        return bucket.keep([found[p] for p in bucket.parameters])
+
+    def take_results(self, results: dict[Any, Any], flags: list[int]) -> tuple[Gradients, bool]:
         """If a number was not finite, all results are NaN, and no state keeps this update."""
-        results, has_spoiled = super().exchange_all(replicas, purpose, buffers, **facts)
+        found, has_spoiled = super().take_results(results, flags)
         after, self._after = self._after, defaultdict(dict)
-        names = {self._layout[p][0] for p in results}
+        names = {self._layout[p][0] for p in found}
         for replica, kept in self._states.items() if not has_spoiled else ():
-            kept |= {key: data for key, data in after[replica].items() if key[0] in names}
-        for X in results.values() if has_spoiled else ():
+            if self.flat:  # a state of other parameters is over
+                kept.clear()
+            data = after[replica].items()
+            kept |= {key: each for key, each in data if self.flat or key[0] in names}
+        for X in found.values() if has_spoiled else ():
             X.fill_(torch.nan)
-        self.num_bytes[1] += sum(p.nbytes for p in self._layout)
-        return results, has_spoiled
+        return found, has_spoiled
+
+    def set_sums(self, sums: Gradients) -> None:
+        super().set_sums(sums)
+        self.num_bytes[1] += sum(p.nbytes for p in sums)
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         output = super().optimizer_step(*args, **kwargs)
@@ -153,7 +188,8 @@ class ExchangeStrategy(ManualAllreduceStrategy):
             print(f"exchange: {sent:.2f} MB per replica by {how}, {by_exact:.2f} by the exact sum")
 
     def save_checkpoint(self, checkpoint: Any, filepath: Any, storage_options: Any = None) -> None:
-        if Path(filepath).name == LAST:  # other files have no states, which are large
+        is_interrupted = self.module.trainer.interrupted  # then each process has only its own
+        if Path(filepath).name == LAST and not is_interrupted:  # states are large
             optimizers = [each.state_dict() for each in self.optimizers if self.saves_optimizers]
             own = {replica: [kept, optimizers] for replica, kept in self._states.items()}
             parts = self.meeting.gather_objects(move_data_to_device(own, "cpu"), "states")
@@ -167,7 +203,7 @@ class ExchangeStrategy(ManualAllreduceStrategy):
     def find_settings(self) -> dict[str, Any]:
         """What a resumed run must not change, by the name of its flag."""
         own = {"strategy.exchange": path_of(self.exchange), "strategy.options": self.options}
-        return {**own, self.flag_of_k: self.num_replicas}
+        return {**own, "strategy.flat": self.flat or None, self.flag_of_k: self.num_replicas}
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
         """Lightning calls this after `setup`, when a run is resumed, and after a finder's steps."""
@@ -184,10 +220,12 @@ class ExchangeStrategy(ManualAllreduceStrategy):
         super().load_optimizer_state_dict(checkpoint)
 
     def _restore(self, saved: dict[str, Any]) -> list[Any]:
-        for flag, value in self.find_settings().items():
-            if value != (before := saved["settings"].get(flag)):
+        before, own = saved["settings"], self.find_settings()
+        for flag in before | own:
+            if before.get(flag) != own.get(flag):
                 raise MisconfigurationException(
-                    f"The run has --trainer.{flag}={before}, which must stay: here it is {value}."
+                    f"The run has --trainer.{flag}={before.get(flag)}, which must stay: here it is "
+                    f"{own.get(flag)}."
                 )
         self.num_bytes = np.array(saved["num_bytes"])
         for replica, kept in self._states.items():

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from lightning_mgpu.tools import make_parser
 
@@ -35,12 +36,15 @@ def new_command(arguments: Sequence[str]) -> None:
     words["file:///LIGHTNING_MGPU"] = vars(options)["from"]
     # in one pass: the address may hold one of the words
     fill_in = partial(re.sub, "|".join(words), lambda match: words[match[0]])
-    for source in TEMPLATE.rglob("*"):
-        path = str(source.relative_to(TEMPLATE))
-        if source.is_file() and "cache" not in path:  # __pycache__, .ruff_cache
-            file = target / fill_in(path)
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(fill_in(source.read_text()))
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=target.parent) as part:  # all of it, or nothing
+        for source in TEMPLATE.rglob("*"):
+            path = str(source.relative_to(TEMPLATE))
+            if source.is_file() and "cache" not in path:  # __pycache__, .ruff_cache
+                file = Path(part, name, fill_in(path))
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_text(fill_in(source.read_text()))
+        Path(part, name).rename(target)
     print(f"{target} is a project of your own. Go on with:")
     print(f'    cd {target} && git init && pip install -e ".[test]" && pytest')
     print(f"    python -m {name} fit")

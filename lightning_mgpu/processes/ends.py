@@ -16,7 +16,6 @@ import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-MAIN_PROCESS = "LIGHTNING_MGPU_MAIN_PROCESS"  # the id of the one that starts the others
 SET_DEATH_SIGNAL = 1  # of prctl
 ENDED = "has ended: see any message above, or whether there is enough memory"
 CAUSES = (
@@ -58,9 +57,6 @@ def wait(meeting: Any, late: Callable[[], Sequence[int]]) -> None:
                 raise ProcessEnded(f"process {process} {ENDED}")
         if missing and now > start + timeout:
             who = " or ".join(map(str, missing))
-            first = min({*range(meeting.size)} - {*missing})
-            if meeting.rank != first:  # it says so
-                raise ProcessEnded(f"process {first} {ENDED}")
             raise ProcessEnded(f"waited {timeout:.0f} s (`timeout`) for process {who}. {CAUSES}")
     meeting.seconds_in_wait += time.monotonic() - start
     meeting.cpu_seconds_in_wait += time.thread_time() - cpu_seconds
@@ -90,10 +86,8 @@ def handle_signals(trainer: Any) -> None:
 
 def end_with_main_process(is_on: bool = True) -> None:
     """Let the system end this process when the one that has started it ends."""
-    if MAIN_PROCESS in os.environ and hasattr(os, "memfd_create"):  # on Linux
+    if hasattr(os, "memfd_create"):  # on Linux
         ctypes.CDLL(None).prctl(SET_DEATH_SIGNAL, signal.SIGKILL if is_on else 0)
-        if is_on and str(os.getppid()) != os.environ[MAIN_PROCESS]:
-            raise ProcessEnded("the main process has ended")
 
 
 @cache

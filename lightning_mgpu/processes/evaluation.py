@@ -20,13 +20,13 @@ class ExactLogging:
     def __init__(self) -> None:
         self.averaged: Sequence[Any] = ()  # values that were logged without sync_dist
 
-    def before_step(self, results: Any, given: list[Shards], batch: Any) -> None:
+    def before_step(self, results: Any, given: Sequence[Shards], batch: Any) -> None:
         for value in self.averaged:  # as it was logged: Lightning compares
             value.meta.sync.should = False
         if results is not None and len(given) == 1:
             results.batch_size = count_samples(given[0], batch)
 
-    def after_step(self, results: Any, given: list[Shards]) -> list[str]:
+    def after_step(self, results: Any, given: Sequence[Shards]) -> list[str]:
         """Returns the names of the values that are averaged over all processes.
 
         Raises:

@@ -3,7 +3,6 @@
 Launching, ranks and collectives are DDPStrategy's. There is no DDP wrapper.
 """
 
-import os
 import random
 import signal
 from collections.abc import Callable, Iterator, Sequence
@@ -24,16 +23,10 @@ from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.seed import isolate_rng
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lightning_mgpu.processes.ends import (
-    MAIN_PROCESS,
-    end_with_main_process,
-    handle_signals,
-    host_group,
-)
+from lightning_mgpu.processes.ends import end_with_main_process, handle_signals, host_group
 from lightning_mgpu.processes.evaluation import ExactLogging
 from lightning_mgpu.processes.meeting import Meeting
 from lightning_mgpu.shards.checksum import checksum
@@ -50,7 +43,6 @@ FACTS = {
     "names": "logs other values than {names}. Log the same ones in every batch",
 }
 """Facts that the processes compare in every step, and the words for one that differs."""
-STEPS = "training_step", "validation_step", "test_step", "predict_step"
 
 
 class ProcessPerDeviceStrategy(DDPStrategy):
@@ -60,6 +52,7 @@ class ProcessPerDeviceStrategy(DDPStrategy):
     meeting: Any = None  # a `Meeting`, once all processes are there
     facts = FACTS
     given: Any = None  # the batch as the running loop has got it, with `Shards` in it
+    given_shards: Sequence[Any] = ()  # those of each loader that has not ended
     kept: Generators | None = None  # of outside, where a step or an evaluation draws for itself
     runs_one_of_several = False  # replicas of this process: then none may wait for others
     why_weights_differ = (
@@ -96,9 +89,9 @@ class ProcessPerDeviceStrategy(DDPStrategy):
         return self.world_size == 1
 
     @property
-    def starts_processes(self) -> bool:
-        """Whether the first process starts the others, and not torchrun or SLURM."""
-        return isinstance(self.cluster_environment, LightningEnvironment)
+    def is_child(self) -> bool:
+        """Whether the first process has started this one, and not torchrun or SLURM."""
+        return self.local_rank > 0 and isinstance(self.cluster_environment, LightningEnvironment)
 
     @property
     def is_one_machine(self) -> bool:
@@ -107,15 +100,12 @@ class ProcessPerDeviceStrategy(DDPStrategy):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self._numbers_of_passes = count()  # over loaders
+        self.numbers_of_passes = count()  # over loaders
         self._logging = ExactLogging()
 
     def _configure_launcher(self) -> None:
-        if self.is_alone:  # one process needs no launcher and no process group
-            return
-        super()._configure_launcher()
-        if self.local_rank == 0 and self.starts_processes:
-            os.environ[MAIN_PROCESS] = str(os.getpid())
+        if not self.is_alone:  # one process needs no launcher and no process group
+            super()._configure_launcher()
 
     def setup_environment(self) -> None:
         if self.num_replicas % self.world_size:
@@ -133,25 +123,20 @@ class ProcessPerDeviceStrategy(DDPStrategy):
     def setup_distributed(self) -> None:
         group = None
         if not self.is_alone:
-            if self.local_rank > 0 and self.starts_processes:
+            if self.is_child:
                 end_with_main_process()
             with isolate_rng():  # Lightning seeds the generators again
                 super().setup_distributed()
             group = host_group(dist.group.WORLD, self._timeout)
-        place, timeout = (self.global_rank, self.world_size), self._timeout
-        seconds = timeout.total_seconds() if timeout else 300.0
-        self.meeting = Meeting(*place, group, seconds, self.module.trainer)
+        seconds = self._timeout.total_seconds()  # type: ignore[union-attr]
+        args = group, seconds, self.module.trainer
+        self.meeting = Meeting(self.global_rank, self.world_size, *args)
 
     def setup(self, trainer: Trainer) -> None:
         # `process_dataloader` gives each process its part
         trainer._accelerator_connector.use_distributed_sampler = False
         handle_signals(trainer)
         self.kept = None  # an evaluation may have failed
-        for step in STEPS:
-            if is_param_in_hook_signature(getattr(self.module, step), "dataloader_iter", True):
-                raise MisconfigurationException(
-                    f"{step}(dataloader_iter): an iterator does not tell its batches; take `batch`."
-                )
         hook: Any = MethodType(_on_before_batch_transfer, self.module)
         self.module._on_before_batch_transfer = hook
         if self.is_one_machine:
@@ -207,16 +192,11 @@ class ProcessPerDeviceStrategy(DDPStrategy):
 
     def gather(self, row: np.ndarray, purpose: str) -> np.ndarray:
         """Rows (n,) of all processes, on the host: (P, n). The purpose is compared."""
-        if self.meeting is None:
-            return np.tile(row, (self.world_size, 1))
         return self.meeting.gather(row, purpose)
 
-    def gather_objects(self, own: Any) -> list[Any]:
-        """An object of every process. All wait in Python, where signals are seen."""
-        return [own] if self.is_alone else self.meeting.gather_objects(own, "objects")
-
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        self.gather(np.zeros(1, np.uint8), "barrier")
+        if self.meeting is not None:
+            self.gather(np.zeros(1, np.uint8), "barrier")
 
     def compare_facts(
         self,
@@ -232,35 +212,38 @@ class ProcessPerDeviceStrategy(DDPStrategy):
         Raises:
             RuntimeError: If processes differ in one of the facts.
         """
+        row = self.facts_to_row(beside, names, **own)
+        return self.check_facts(self.gather(row, purpose), names)
+
+    def facts_to_row(
+        self, beside: Sequence[int] | np.ndarray = (), names: Sequence[str] = (), **own: int
+    ) -> np.ndarray:
+        """What this process brings to a meeting, in bytes: (n,)."""
         facts = dict.fromkeys(self.facts, 0) | {"names": crc32(repr(names).encode())} | own
         for each in self.given_shards:
             for name, value in each.facts.items():
                 facts[name] += value
         mine = np.array([*facts.values()])
-        row = np.concatenate([mine.view(np.uint8), np.asarray(beside, np.uint8)])
-        rows = self.gather(row, purpose)
-        numbers = np.ascontiguousarray(rows[:, : mine.nbytes]).view(mine.dtype)
-        for process, i in np.argwhere(numbers != mine).tolist():
+        return np.concatenate([mine.view(np.uint8), np.asarray(beside, np.uint8)])
+
+    def check_facts(self, rows: np.ndarray, names: Sequence[str] = ()) -> np.ndarray:
+        """The bytes beside the facts, if all processes have brought the same facts."""
+        facts, beside = np.split(rows, [8 * len(self.facts)], axis=1)
+        numbers = np.ascontiguousarray(facts).view(np.int64)
+        for process, i in np.argwhere(numbers != numbers[self.global_rank]).tolist():
             reason = [*self.facts.values()][i].format(names=names)
             raise RuntimeError(f"{DIFFER}: process {process}, not {self.global_rank}, {reason}.")
-        return rows[:, mine.nbytes :]
-
-    @property
-    def given_shards(self) -> list[Any]:
-        """The `Shards` of this batch, one for each loader that has not ended."""
-        return [each for each in tree_leaves(self.given) if isinstance(each, Shards)]
+        return beside
 
     def batch_to_device(self, batch: Any, device: Any = None, dataloader_idx: int = 0) -> Any:
         """Takes the `Shards` of a loop's batch, and hands on what is in them.
 
         Hooks that move a batch are called for each shard. With several, the result has all.
         """
-        before = self.given
-        self.given = batch
-        if not self.given_shards:  # another caller's, for example of `to_onnx`
-            self.given = before
+        found = find_shards(batch)
+        if not found:  # another caller's, for example of `to_onnx`
             return super().batch_to_device(batch, device, dataloader_idx)
-        num_shards = len(self.given_shards[0].shards)
+        self.given, self.given_shards, num_shards = batch, found, len(found[0].shards)
         moved = [self._move_shard(i, batch, device, dataloader_idx) for i in range(num_shards)]
         return moved[0] if num_shards == 1 else Shards(moved)
 
@@ -279,11 +262,7 @@ class ProcessPerDeviceStrategy(DDPStrategy):
         if isinstance(dataloader, ShardLoader):  # of an earlier fit, in a CombinedLoader
             dataloader = dataloader.loader
         _auto_add_worker_init_fn(dataloader, 0)  # workers seeded alike in all processes
-        k, replicas, trainer = self.num_replicas, self.local_replicas, self.module.trainer
-        if not trainer.training:  # one shard per process
-            k, replicas = self.world_size, range(self.global_rank, self.global_rank + 1)
-        args = self.draw_for_loader, self._numbers_of_passes
-        return ShardLoader(dataloader, trainer, k, replicas, *args)
+        return ShardLoader(dataloader, self)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         return self._evaluate(super().validation_step, *args, **kwargs)
@@ -347,10 +326,11 @@ class ProcessPerDeviceStrategy(DDPStrategy):
         if self.meeting is None and not self.is_alone:  # it has only started ("fork") the others
             self.launcher.kill(signal.SIGKILL)  # type: ignore[union-attr]
         self.barrier()  # the main process does not leave a worker that still works
-        end_with_main_process(False)
+        if self.is_child:
+            end_with_main_process(False)
         if self.module is not None:
             vars(self.module).pop("_on_before_batch_transfer", None)
-        self.given = None
+        self.given, self.given_shards = None, ()
         if self.meeting is not None:
             self.meeting.cells = None  # memory that a garbage collector would keep
         super().teardown()
@@ -358,6 +338,10 @@ class ProcessPerDeviceStrategy(DDPStrategy):
 
 def _on_before_batch_transfer(self: Any, batch: Any, dataloader_idx: int = 0) -> Any:
     """Lightning's, but for a loop's batch: `batch_to_device` calls the hook for each shard."""
-    if any(isinstance(each, Shards) for each in tree_leaves(batch)):
+    if find_shards(batch):
         return batch
     return LightningModule._on_before_batch_transfer(self, batch, dataloader_idx)
+
+
+def find_shards(batch: Any) -> list[Any]:
+    return [each for each in tree_leaves(batch) if isinstance(each, Shards)]

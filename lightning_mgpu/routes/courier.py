@@ -26,16 +26,14 @@ class Courier:
     Args:
         meeting: Where processes meet.
         group: For messages: gloo's between CPUs, NCCL's between GPUs. None: one process.
-        in_memory: Processes hand messages over in memory that all have mapped.
     """
 
-    def __init__(self, meeting: Meeting, group: Any, in_memory: bool) -> None:
-        self.meeting, self.group, self.in_memory = meeting, group, in_memory
+    def __init__(self, meeting: Meeting, group: Any) -> None:
+        self.meeting, self.group = meeting, group
         self._under_way: deque[tuple[Any, Route, int, Callable[[], Sequence[Tensor]]]] = deque()
         self._waiting: list[tuple[Any, Route]] = []
         self._results: dict[Any, Any] = {}
         self.kept: dict[Any, Tensor] = {}  # memory: new one in every step would take longer
-        self._num_finished = 0
 
     def start(self, key: Any, route: Route, waits: bool = False) -> None:
         """Send a route's first message, or let it wait for `finish`. Its result gets the key."""
@@ -54,7 +52,6 @@ class Courier:
             key, route, number, receive = self._under_way.popleft()
             self._go_on(key, route, number + 1, receive())
         results, self._results = self._results, {}
-        self._num_finished += 1
         return results
 
     def _send_waiting(self) -> None:
@@ -72,42 +69,16 @@ class Courier:
 
     def _send(self, key: Any, message: Message | None) -> Callable[[], Sequence[Tensor]]:
         """Returns a function that waits for the parts of all processes."""
-        is_first = key[1] == 0  # then processes meet before `finish`
         if message is None:
+            is_first = key[1] == 0  # then processes meet before `finish`
             return (lambda: ()) if is_first else self._meet
         if self.meeting.waits_for_nobody:
             return lambda: [message.sent] * self.meeting.size
-        if self.in_memory and message.lengths is None:
-            return self._hand_over(key, message, is_first)
         return self._post(key, message)
 
     def _meet(self) -> Sequence[Tensor]:
         self.meeting.gather(np.zeros(1, np.uint8), "sums")
         return ()
-
-    def _hand_over(
-        self, key: Any, message: Message, is_first: bool
-    ) -> Callable[[], Sequence[Tensor]]:
-        """There are two sets of rows, in turn: others may still read those of the last update.
-
-        A key's first message meets, to map the memory.
-        """
-        rank, size, num = self.meeting.rank, self.meeting.size, len(message.sent)
-        if len(self.kept.get(key, ())) != 2 * size * num:
-            memory = self.meeting.map_memory(2 * size * num)
-            if memory is None:
-                self.in_memory = False
-                return self._post(key, message)
-            self.kept[key] = memory
-        rows = self.kept[key].view(2, size, num)[self._num_finished % 2]
-        rows[rank] = message.sent
-
-        def receive() -> list[Tensor]:
-            if not is_first:
-                self._meet()
-            return [*rows]
-
-        return receive
 
     def _post(self, key: Any, message: Message) -> Callable[[], Sequence[Tensor]]:
         sent, lengths, sizes = message

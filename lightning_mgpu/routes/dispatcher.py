@@ -38,7 +38,7 @@ class Dispatcher:
         self.in_place = size == 1 or memory is not None
         self.is_pair = size == 2 and num_rows == 1 and not self.in_place
         rows = None if memory is None else (memory[: size * num_bytes].view(size, -1), rank)
-        self.has_messages = size > 1 and not self.in_place and not courier.in_memory
+        self.has_messages = size > 1 and not self.in_place
         # one bucket, where nothing is gained by several: all would also have the same memory
         groups = group_parameters([*layout], cap if self.has_messages else 0)
         num_owners = 1 if self.is_pair else size
@@ -83,10 +83,6 @@ class Dispatcher:
     def has_sent_other(self, replicas: list[Gradients]) -> bool:
         """Whether a gradient has been edited since it was sent, within the pass."""
         return not all(bucket.holds(replicas) for bucket in self.buckets[: self.num_early])
-
-    def restart(self) -> None:
-        """After a meeting: finish what has been sent in this update, and forget it."""
-        self.finish({})
 
     def finish(self, gradients: Gradients) -> dict[Any, Any]:
         """The results of all routes, by bucket.

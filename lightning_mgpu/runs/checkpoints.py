@@ -146,8 +146,9 @@ class LastCheckpoint(Callback):
         self.is_saving = self.has_finished = False
         self.first_epoch = 0  # of this process
         self.loaded_metrics: dict[str, Any] = {}
-        self.frozen: list[str] | None = None  # parameters, in the checkpoint to go on from
-        self.modes: dict[str, list[bool]] = {}  # of the modules when an epoch begins, by name
+        self.num_optimizers: int | None = None  # in the checkpoint to go on from
+        self.frozen: list[str] | None = None  # parameters, in that checkpoint
+        self.modes: dict[str, dict[str, bool]] = {}  # of the modules when an epoch begins
         self.why_stopped = ""  # if the run has stopped by itself, as by EarlyStopping
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -155,9 +156,14 @@ class LastCheckpoint(Callback):
             if (left_out := load_weights(pl_module, self.weights)) and trainer.is_global_zero:
                 print(f"{self.weights}: left out are {', '.join(left_out)}")
             self.weights = None  # `fit` ends with a test of other ones
-        has = bool(trainer.ckpt_path)
-        if stage == "fit" and trainer.strategy.broadcast(has) != has:
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        has, num = bool(trainer.ckpt_path), len(trainer.optimizers)
+        if trainer.strategy.broadcast(has) != has:
             raise UsageError("only some machines have the run's last.ckpt: they must share a disk")
+        if self.num_optimizers not in (None, num):  # Lightning would restore what there is
+            told = f"has the states of {self.num_optimizers} optimizers, and the model {num}"
+            raise UsageError(f"{trainer.ckpt_path} {told}: start a new run by --weights")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.first_epoch = trainer.current_epoch
@@ -168,10 +174,10 @@ class LastCheckpoint(Callback):
             self.modes = read_modes(pl_module)
             self.save(trainer, LAST)
         elif self.frozen is not None:  # after all hooks that freeze layers when a run begins
-            for name, p in pl_module.named_parameters():
-                if p.requires_grad == (name in self.frozen):  # BackboneFinetuning forgets it
-                    p.requires_grad_(not p.requires_grad)
-            restore_modes(pl_module, self.modes)
+            for name, p in pl_module.named_parameters():  # BackboneFinetuning forgets it
+                p.requires_grad_(name not in self.frozen)
+            for name, module in pl_module.named_modules():
+                vars(module).update(self.modes.get(name, {}))
         seed_generators(self.seed, "step", trainer.current_epoch)
         if (loop := trainer.fit_loop).is_resuming:
             # Lightning would take the old epoch's batches for those of this one. Now it counts them
@@ -202,7 +208,7 @@ class LastCheckpoint(Callback):
             metrics = dict(trainer.callback_metrics)  # ReduceLROnPlateau may read old ones
             frozen = [name for name, p in pl_module.named_parameters() if not p.requires_grad]
             checkpoint[KEY] = {"streams": VERSION, "metrics": metrics, "frozen": frozen}
-            checkpoint[KEY] |= {"modes": self.modes, "why_stopped": why_stopped(trainer)}
+            checkpoint[KEY] |= {"modes_by_name": self.modes, "why_stopped": why_stopped(trainer)}
 
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
@@ -220,7 +226,8 @@ class LastCheckpoint(Callback):
         if EXCHANGE in checkpoint and not hasattr(trainer.strategy, "exchange"):
             raise UsageError(f"{trainer.ckpt_path} has the state of an exchange: keep its strategy")
         self.loaded_metrics, self.frozen = checkpoint[KEY]["metrics"], checkpoint[KEY]["frozen"]
-        self.modes = checkpoint[KEY].get("modes", {})  # older files have none
+        self.num_optimizers = len(checkpoint["optimizer_states"])
+        self.modes = checkpoint[KEY].get("modes_by_name", {})  # older files have none
         if why := checkpoint[KEY]["why_stopped"]:
             self.why_stopped, trainer.should_stop = why, True
         for counts in loop["epoch_progress"].values():
@@ -228,20 +235,13 @@ class LastCheckpoint(Callback):
         loop["state_dict"].pop("combined_loader", None)  # the loader begins with its first batch
 
 
-def read_modes(model: LightningModule) -> dict[str, list[bool]]:
-    """What freezing a module changes beside `requires_grad`: two attributes, by its name."""
+def read_modes(model: LightningModule) -> dict[str, dict[str, bool]]:
+    """What freezing a module changes beside `requires_grad`, by its name."""
+    modes = ("training", "track_running_stats")  # the second is BatchNorm's
     return {
-        name: [module.training, getattr(module, "track_running_stats", False)]
+        name: {mode: vars(module)[mode] for mode in modes if mode in vars(module)}
         for name, module in model.named_modules()
     }
-
-
-def restore_modes(model: LightningModule, modes: dict[str, list[bool]]) -> None:
-    for name, module in model.named_modules():
-        if name in modes:
-            module.training, tracks = modes[name]
-            if hasattr(module, "track_running_stats"):  # of BatchNorm
-                module.track_running_stats = tracks
 
 
 def why_stopped(trainer: Trainer) -> str:

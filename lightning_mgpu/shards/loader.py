@@ -6,7 +6,7 @@ process reads only its shards. Any other loader is read whole by every process.
 
 import copy
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from types import FrameType
 from typing import Any
@@ -32,27 +32,19 @@ class ShardLoader:
 
     Args:
         loader: The user's.
-        trainer: Its loops make passes over this loader.
-        num_shards: Into how many a batch is cut.
-        replicas: Whose shards this process reads.
-        guard: A context for what passes of loops draw.
-        numbers: A count of all passes.
+        strategy: Knows the replicas, the Trainer whose loops read this loader, and what they draw.
     """
 
     loader: Any = None  # while a copy is made
 
-    def __init__(
-        self,
-        loader: Any,
-        trainer: Any,
-        num_shards: int,
-        replicas: range,
-        guard: Callable[[], Any],
-        numbers: Iterator[int],
-    ) -> None:
-        own: dict[str, Any] = {"trainer": trainer, "trains": trainer.training, "guard": guard}
-        own |= {"num_shards": num_shards, "replicas": replicas, "numbers": numbers}
-        own |= {"probe": None, "looks": None, "look_began": 0}
+    def __init__(self, loader: Any, strategy: Any) -> None:
+        trainer = strategy.module.trainer
+        k, replicas = strategy.num_replicas, strategy.local_replicas
+        if not trainer.training:  # one shard per process
+            k, rank = strategy.world_size, strategy.global_rank
+            replicas = range(rank, rank + 1)
+        own: dict[str, Any] = {"trainer": trainer, "trains": trainer.training, "strategy": strategy}
+        own |= {"num_shards": k, "replicas": replicas, "probe": None, "looks": None}
         if hasattr(loader, "state_dict"):  # Lightning looks among an instance's attributes
             own |= {name: getattr(loader, name) for name in ("state_dict", "load_state_dict")}
         if makes_whole_batches(loader):  # from here, writers of predictions get indices
@@ -69,14 +61,11 @@ class ShardLoader:
         setattr(self.reading if name == "_iterator" else self.loader, name, value)
 
     def __len__(self) -> int:
-        sampler: Any = getattr(self.loader, "batch_sampler", None)
-        is_plain = type(sampler) is BatchSampler and knows_indices(self.loader)
-        if not (is_plain and self.joins()):
-            return len(self.loader)
-        k, num, size = self.num_shards, len(sampler.sampler), sampler.batch_size
-        num -= num % size if sampler.drop_last else 0
-        joined = -(-k // size) * size  # samples in a batch; the last has at least k
-        return max(min(num, 1), (num - k) // joined + 1)
+        """At most: a small last batch may be joined to the one before it."""
+        size = getattr(self.loader, "batch_size", None)
+        is_joined = size and knows_indices(self.loader) and self.joins()
+        num_joined = -(-self.num_shards // size) if is_joined else 1
+        return max(len(self.loader) // num_joined, 1)
 
     def _find_combined(self) -> Any:
         """The CombinedLoader of the loop that reads this one."""
@@ -88,34 +77,30 @@ class ShardLoader:
         is_sequential = getattr(self._find_combined(), "_mode", None) == "sequential"
         return is_sequential and self.num_shards > 1 and not self.trains
 
-    def __iter__(self) -> "Pass":
+    def __iter__(self) -> Iterator[Any]:
         combined = self._find_combined()
         loaders = getattr(combined, "flattened", [])
         number = loaders.index(self) if self in loaders else None
         # others look at some batches, perhaps in one process only: no global generator moves
         is_look = number is None or not calls_this(combined)
-        guard = self._draw_for_look if is_look else self.guard
+        if is_look and self.looks is None:
+            vars(self).update(looks=Generators())
+        guard = self.looks.used if is_look else self.strategy.draw_for_loader
         # two loaders over one dataset, and all passes over one loader, draw other numbers
         where = [self.trainer.fit_loop.total_batch_idx, number]
-        where += [] if is_look or self.trainer.state.fn == "fit" else [next(self.numbers)]
+        is_fitting = self.trainer.state.fn == "fit"
+        where += [] if is_look or is_fitting else [next(self.strategy.numbers_of_passes)]
         with guard():
             seed = crc32(torch.get_rng_state().numpy().data, crc32(repr(where).encode()))
             if not knows_indices(self.loader):
-                return Pass(self, seed, self._read_whole(iter(self.loader)), guard, is_look)
+                return self._hand_on(self._read_whole(iter(self.loader)), seed, guard, is_look)
             reading = self.reading  # its workers may live on
             if is_look or reading is self.loader or reading._iterator is None:
                 reading = self._copy()
             if not is_look:
                 vars(self).update(reading=reading)
             self.sampler_of_shards.seed = seed
-            return Pass(self, seed, iter(reading), guard, is_look)
-
-    def _draw_for_look(self) -> Any:
-        """Looks draw from states of their own, as long as the generators do not move."""
-        now = crc32(torch.get_rng_state().numpy().data)
-        if self.looks is None or self.look_began != now:
-            vars(self).update(looks=Generators(), look_began=now)
-        return self.looks.used()
+            return self._hand_on(iter(reading), seed, guard, is_look)
 
     def _copy(self) -> Any:
         """A copy of the user's loader, as it is now, that reads shards."""
@@ -146,53 +131,37 @@ class ShardLoader:
                 continue
             if num > (most or num):
                 raise ValueError(f"{num} samples in a batch of {most}: collate it to tensors.")
-            shards = cut(batch, shard_sizes(num, [1] * k))[replicas.start : replicas.stop]
+            shards = cut(batch, shard_sizes(num, k))[replicas.start : replicas.stop]
             first, _, last = cut(batch, [1, num - 2, 1])
             keys = keys._replace(order=checksum([num, first, last]))
             yield Shards(shards, keys, Probe(0, True))
 
-
-class Pass:
-    """One pass over a loader, and what all processes have to find alike in it.
-
-    Args:
-        loader: The loader that makes it.
-        seed: For what its dataset draws.
-        batches: An iterator of `Shards`.
-        guard: A context for what it draws.
-        is_look: Whether a hook or a script makes it, and not a loop.
-    """
-
-    def __init__(
-        self, loader: ShardLoader, seed: int, batches: Any, guard: Any, is_look: bool
-    ) -> None:
-        self.loader, self.batches, self.guard, self.is_look = loader, batches, guard, is_look
-        length = sized_len(getattr(loader.loader, "dataset", None)) or 0
-        is_drawn = loader.trains and not makes_whole_batches(loader.loader)
-        self.facts = {"seed": seed if is_drawn else 0, "dataset": length, "batches": 0}
-
-    def __iter__(self) -> "Pass":
-        return self
-
-    def __next__(self) -> Any:
-        with self.guard():
-            batch = next(self.batches)
-        if self.is_look:
-            return batch if len(batch.shards) > 1 else batch.shards[0]
-        keys, loader = batch.keys, self.loader
-        if batch.probe is not None:
-            vars(loader).update(probe=batch.probe)
-        if loader.probe is not None:
-            batch.has_rows = loader.probe.has_one_row
-        if keys.number == 0 and loader.probe is not None:
-            self.facts["dataset"] += loader.probe.checksum
-        self.facts["batches"] = crc32(b"%d" % keys.order, self.facts["batches"])
-        batch.facts = {**self.facts}
-        # the indices of each batch that Lightning notes for `predict`
-        sampler: Any = getattr(loader, "batch_sampler", None)
-        if hasattr(sampler, "seen_batch_indices"):
-            sampler.seen_batch_indices[keys.number : keys.number + 1] = [[*chain(*keys.indices)]]
-        return batch
+    def _hand_on(self, batches: Any, seed: int, guard: Any, is_look: bool) -> Iterator[Any]:
+        """One pass, with what all processes have to find alike in it: its `facts`."""
+        is_drawn = self.trains and not makes_whole_batches(self.loader)
+        length = sized_len(getattr(self.loader, "dataset", None)) or 0
+        facts = {"seed": seed if is_drawn else 0, "dataset": length, "batches": 0}
+        while True:
+            with guard():
+                batch = next(batches, None)
+            if batch is None:
+                return
+            if is_look:  # a hook or a script makes it, and not a loop
+                yield batch if len(batch.shards) > 1 else batch.shards[0]
+                continue
+            keys, probe = batch.keys, batch.probe or self.probe
+            vars(self).update(probe=probe)
+            if probe is not None:
+                batch.has_rows = probe.has_one_row
+                facts["dataset"] += probe.checksum if keys.number == 0 else 0
+            facts["batches"] = crc32(b"%d" % keys.order, facts["batches"])
+            batch.facts = {**facts}
+            # the indices of each batch that Lightning notes for `predict`
+            sampler: Any = getattr(self, "batch_sampler", None)
+            if hasattr(sampler, "seen_batch_indices"):
+                place = slice(keys.number, keys.number + 1)
+                sampler.seen_batch_indices[place] = [[*chain(*keys.indices)]]
+            yield batch
 
 
 class ShardSampler:
@@ -215,7 +184,7 @@ class ShardSampler:
     def _cut(self, sampler: Any, batches: Any, *of_pass: Any) -> Iterator[ShardKeys]:
         k, replicas = self.loader.num_shards, self.loader.replicas
         if self.loader.trains:
-            shard_sizes(smallest_batch(sampler) or k, [1] * k)  # raises if one is empty
+            shard_sizes(smallest_batch(sampler) or k, k)  # raises if one is empty
         if self.loader.joins() and (smallest_batch(sampler) or 0) < k:
             batches = join(batches, k)
         for number, batch in enumerate(batches):

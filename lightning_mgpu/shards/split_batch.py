@@ -20,23 +20,18 @@ ARRAYS = (Tensor, np.ndarray)
 PLAIN = (np.ndarray, np.generic, str, bytes, int, float, complex, list, tuple, type(None))
 
 
-def shard_sizes(num_samples: int, shares: Sequence[float]) -> list[int]:
-    """Samples per shard: each exact share rounded down, or up for the largest remainders.
+def shard_sizes(num_samples: int, num_shards: int) -> list[int]:
+    """Samples per shard, as `torch.tensor_split` cuts them.
 
     Raises:
         ValueError: If a shard gets none.
     """
-    exact = [num_samples * share / sum(shares) for share in shares]
-    sizes = [int(size) for size in exact]
-    by_remainder = sorted(range(len(sizes)), key=lambda i: sizes[i] - exact[i])
-    for i in by_remainder[: num_samples - sum(sizes)]:
-        sizes[i] += 1
-    if 0 in sizes:
+    if num_samples < num_shards:
         raise ValueError(
-            f"A batch of {num_samples} samples cannot be shared out to {len(sizes)} replicas: use "
+            f"A batch of {num_samples} samples cannot be shared out to {num_shards} replicas: use "
             "drop_last=True, another batch size, or fewer devices."
         )
-    return sizes
+    return [len(range(i, num_samples, num_shards)) for i in range(num_shards)]
 
 
 def num_samples(batch: Any) -> int:

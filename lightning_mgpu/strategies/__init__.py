@@ -13,7 +13,7 @@ The way of a batch through `manual_allreduce`, in every process:
  9.   Bucket.pack         rows of a bucket: shared memory, or a message    routes/buckets.py
 10.   route               how they travel and are summed                   manual_allreduce.py
 11.   Courier.start       the first message leaves; buffers have their own routes/courier.py
-12.   compare_facts       the meeting: is all alike? whose gradients?      processes/strategy.py
+12.   check_facts         the meeting: is all alike? whose gradients?      processes/strategy.py
 13.   Courier.finish      messages come, and the user's allreduce sums     routes/courier.py
 14.   set_sums            sums become the gradients of parameters          manual_allreduce.py
 15. compare_weights       before a checkpoint: are all replicas equal?     manual_allreduce.py

@@ -5,7 +5,7 @@ README.md names the place of each function of the chapter; `__init__.py` has the
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, Literal
 from zlib import crc32
@@ -16,7 +16,6 @@ import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.tuner.lr_finder import _LRCallback
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.optim import LBFGS
@@ -31,8 +30,7 @@ from lightning_mgpu.routes.sums import Route, sum_by_all, sum_by_owners, sum_in_
 from lightning_mgpu.seeds import seed_generators
 from lightning_mgpu.shards.loader import shares_of_batch
 from lightning_mgpu.shards.reader import Shards
-from lightning_mgpu.shards.split_batch import num_samples
-from lightning_mgpu.strategies.buffers import write_buffers
+from lightning_mgpu.strategies.buffers import ReplicaBuffers, write_buffers
 from lightning_mgpu.strategies.loss import scale_gradient
 from lightning_mgpu.strategies.sync_batchnorm import CPUSyncBatchNorm
 from lightning_mgpu.strategies.update import Update
@@ -69,7 +67,6 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
     _is_blocked = False  # in all batches of a window but the last
     _seed = 0  # for what the steps of this fit draw
     _began: Tensor | None = None  # the state of torch's generator when it began
-    _has_drawn = False  # whether a step has drawn numbers
 
     def __init__(
         self,
@@ -121,16 +118,20 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
                 "let it act once per epoch, or leave out `replicas`."
             )
         is_on_cpu = self.root_device.type == "cpu"
+        # between GPUs messages leave after the meeting: a process that fails before it would leave
+        # the others in a kernel
+        self._waits = not is_on_cpu
         # from torch's generator: two fits of a script draw other numbers, and a fit after the same
         # `seed_everything` the same
-        self._began, self._has_drawn = torch.get_rng_state(), not is_on_cpu
+        self._began = torch.get_rng_state()
         self._seed = crc32(self._began.numpy().data)
         self._layout: dict[Tensor, Any] = {}
         self.update, self._dispatcher, self._is_blocked = None, None, False
-        timeout = timedelta(seconds=self.meeting.timeout)
         # of this fit: a group that is kept would hand a failed fit's messages to the next one
-        group = None if self.is_alone else dist.new_group(timeout=2 * timeout)
-        self._courier = Courier(self.meeting, group, bool(self.meeting.cells) and is_on_cpu)
+        timeout = timedelta(seconds=2 * self.meeting.timeout)
+        group = None if self.is_alone else dist.new_group(timeout=timeout)
+        self._courier = Courier(self.meeting, group)
+        self._has_memory = self.sums_in_place and bool(self.meeting.cells) and is_on_cpu
         default = BUCKET_CAP_MB if is_on_cpu else 0
         self._cap = 1e6 * (default if self.bucket_cap_mb is None else self.bucket_cap_mb)
         # a module's own pass may edit gradients; of two NCCL groups, only one may send at a time
@@ -183,20 +184,6 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
         if self.update is None:
             self.update = Update(self)
         return self.update
-
-    @property
-    def _waits(self) -> bool:
-        """Whether messages leave after the meeting.
-
-        Between GPUs, a process that fails before it meets would leave the others in a kernel.
-        """
-        return self.root_device.type != "cpu"
-
-    @property
-    def finds_rate(self) -> bool:
-        """Whether Lightning's LearningRateFinder looks at the losses of steps."""
-        callbacks: Any = vars(self.module.trainer)["callbacks"]
-        return any(isinstance(each, _LRCallback) for each in callbacks)
 
     def find_shares(self) -> list[float]:
         """The share of each replica here in the samples of the global batch."""
@@ -255,31 +242,49 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
         Returns the results for parameters of which any replica has a gradient, and whether numbers
         were not finite, of which a route has told by `Bucket.has_spoiled`.
         """
+        while True:
+            row = self.start_all(replicas, buffers, **facts)
+            flags = self.read_flags(self.gather(row, purpose))
+            if not flags[0]:
+                break
+            self._dispatcher.finish({})  # a hook has edited gradients that were on their way
+        return self.take_results(self._dispatcher.finish(replicas[0]), flags)
+
+    def start_all(self, replicas: list[Gradients], buffers: Any = None, **facts: int) -> np.ndarray:
+        """Start what has not started. Returns the row that this process brings to the meeting."""
         dispatcher = self._renew_dispatcher()
         if any(g.layout != torch.strided for each in replicas for g in each.values()):
             raise MisconfigurationException("Sparse gradients: use nn.Embedding(sparse=False).")
+        is_edited = dispatcher.has_sent_other(replicas)
+        dispatcher.start_rest(replicas, self.route, self._waits)
+        if buffers:
+            self._start_buffers(buffers)
+        spoiled = any(bucket.has_spoiled for bucket in dispatcher.buckets)
         has_gradient = [any(p in each for each in replicas) for p in dispatcher.layout]
         trained = crc32(bytes(p.requires_grad for p in dispatcher.layout))
-        while True:
-            is_edited = dispatcher.has_sent_other(replicas)
-            dispatcher.start_rest(replicas, self.route, self._waits)
-            if buffers:
-                route = take_all(buffers.to_row(), self.world_size)
-                self._courier.start(BUFFERS, route, self._waits)
-            spoiled = any(bucket.has_spoiled for bucket in dispatcher.buckets)
-            bits = np.packbits([is_edited, spoiled, *has_gradient])
-            rows = self.compare_facts(purpose, bits, (), parameters=trained, **facts)
-            flags: Any = np.unpackbits(rows, axis=1, count=2 + len(has_gradient))
-            found = flags.any(axis=0).tolist()
-            if not found[0]:
-                break
-            dispatcher.restart()  # a hook has edited gradients that were on their way
-        results = dispatcher.finish(replicas[0])
-        if buffers:
+        beside = np.packbits([is_edited, spoiled, *has_gradient])
+        return self.facts_to_row(beside, (), parameters=trained, **facts)
+
+    def _start_buffers(self, buffers: ReplicaBuffers) -> None:
+        """After the meeting: gloo would abort a process that is at another place."""
+        route = take_all(buffers.to_row(), self.world_size)
+        self._courier.start(BUFFERS, route, waits=True)
+
+    def read_flags(self, rows: np.ndarray) -> list[int]:
+        """Of the rows of all processes: is any edited, is any spoiled, who has a gradient."""
+        count = 2 + len(self._dispatcher.layout)
+        flags: Any = np.unpackbits(self.check_facts(rows), axis=1, count=count)
+        return flags.any(axis=0).tolist()
+
+    def take_results(self, results: dict[Any, Any], flags: list[int]) -> tuple[Gradients, bool]:
+        """What `exchange_all` returns, from the results of routes."""
+        _, has_spoiled, *has_gradient = flags
+        if BUFFERS in results:
             write_buffers(self.module, results[BUFFERS].view(self.num_replicas, -1))
-        sums = {p: X for b in dispatcher.buckets for p, X in zip(b.parameters, results[b])}
-        present = zip(dispatcher.layout, found[2:])
-        return {p: sums[p] for p, is_there in present if is_there}, found[1]
+        buckets = self._dispatcher.buckets
+        sums = {p: X for bucket in buckets for p, X in zip(bucket.parameters, results[bucket])}
+        present = zip(self._dispatcher.layout, has_gradient)
+        return {p: sums[p] for p, is_there in present if is_there}, bool(has_spoiled)
 
     def _renew_dispatcher(self) -> Dispatcher:
         """A new one, if there are other parameters than in the update before."""
@@ -290,8 +295,7 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
             layout_sum = crc32(repr((*layout.values(),)).encode())
             self.compare_facts("new parameters", parameters=layout_sum)
             self._courier.kept.clear()
-            in_place = self.sums_in_place and self._courier.in_memory
-            args = layout, self.num_local, self._cap, self._courier, in_place
+            args = layout, self.num_local, self._cap, self._courier, self._has_memory
             self._dispatcher = Dispatcher(*args)
         return self._dispatcher
 
@@ -314,8 +318,7 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
         self._courier = self._dispatcher = None  # memory that a garbage collector would keep
         self.update, self.shards = None, ()
         super().teardown()
-        is_unmoved = self._began is not None and torch.equal(torch.get_rng_state(), self._began)
-        if is_unmoved and self._has_drawn:
+        if self._began is not None and torch.equal(torch.get_rng_state(), self._began):
             torch.rand(1)  # else the steps of a script's next fit would draw the same numbers
         self._began = None
 
@@ -341,9 +344,7 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
         with self.draw_apart():
             batch_idx = self.module.trainer.fit_loop.total_batch_idx + 1  # -1 at the first transfer
             seed_generators(self._seed, purpose, batch_idx, self.local_replicas[i])
-            before = torch.get_rng_state()
             yield
-            self._has_drawn |= not torch.equal(torch.get_rng_state(), before)
 
     def draw_for_transfer(self, i: int) -> Any:
         is_apart = self.module.trainer.training and self.num_replicas > 1
@@ -360,16 +361,12 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
         finally:
             self.runs_one_of_several = False
             results.batch, results.batch_size = batch, None
-            if isinstance(batch, Shards):
-                with suppress(ValueError):
-                    results.batch_size = sum(map(num_samples, batch.shards))
 
     def sync_buffers(self, update: Update | None = None) -> None:
         """Set the buffers by those of all replicas, if a step may have made them differ."""
         update = update or self.update
         if update and update.buffers:
-            route = take_all(update.buffers.to_row(), self.world_size)
-            self._courier.start(BUFFERS, route, self._waits)
+            self._start_buffers(update.buffers)
             self.gather(np.zeros(1, np.uint8), BUFFERS)
             rows = self._courier.finish()[BUFFERS]
             write_buffers(self.module, rows.view(self.num_replicas, -1))

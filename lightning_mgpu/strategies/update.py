@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.tuner.lr_finder import _LRCallback
 from torch import Tensor
 
 from lightning_mgpu.routes.buckets import Gradients, versions_of
@@ -45,6 +46,8 @@ class Update:
         self.decay = 1.0  # by which gradients so far are multiplied before the next ones are added
         self.shares, self.total_share = [0.0] * num_local, 0.0  # of the replicas here, and of all
         self.scale_probe: Any = None  # what a loss gets that is not a replica's own
+        callbacks: Any = vars(self.module.trainer)["callbacks"]
+        self.finds_rate = any(isinstance(each, _LRCallback) for each in callbacks)
 
     @property
     def mean_shares(self) -> list[float]:
@@ -88,7 +91,8 @@ class Update:
         """One loss for Lightning, in whose backward pass each shard counts by its share.
 
         With several replicas here it is their mean loss, and its backward pass only finds out the
-        factor, for example GradScaler's, for the passes of the shards.
+        factor, for example GradScaler's, for the passes of the shards. LearningRateFinder gets the
+        mean loss of all.
         """
         losses, weights = zip(*map(split_loss, outputs))
         if self.strategy.num_replicas == 1 and weights[0] is None:
@@ -101,28 +105,22 @@ class Update:
             )
         self.losses, self.factors = losses, self.count_batch(weights)
         self.scale_probe = None
-        is_searched = self.strategy.finds_rate  # for a rate, by the loss of all
-        if self.num_local == 1 and not is_searched:
+        if self.num_local == 1 and not self.finds_rate:
             loss = scale_gradient(losses[0], self.factors[0])
         else:
-            mean = self._find_mean_of_all() if is_searched else self._find_mean()
-            loss = self.scale_probe = mean.requires_grad_()
+            loss = self.scale_probe = self._find_mean().requires_grad_()
         return {**outputs[-1], "loss": loss} if isinstance(outputs[-1], Mapping) else loss
 
     def _find_mean(self) -> Tensor:
-        """The mean loss of the replicas here. It does not wait for the device."""
+        """The mean loss of the replicas here, without waiting for the device; or that of all."""
         mean, total = torch.zeros_like(self.losses[0]), sum(self.factors)
         for loss, factor in zip(self.losses, self.factors):
             if factor:  # a loss with weight 0 may be NaN: it does not count
                 mean += loss.detach() * (factor / total)
+        if self.finds_rate:
+            means, totals = self.strategy.gather(np.array([mean.item(), total]), "losses").T
+            mean.fill_(float(means @ totals) / (float(totals.sum()) or 1.0))
         return mean
-
-    def _find_mean_of_all(self) -> Tensor:
-        here = [[loss.item(), factor] for loss, factor in zip(self.losses, self.factors)]
-        rows = self.strategy.gather(np.array(here).reshape(-1), "losses").reshape(-1, 2)
-        losses, factors = rows[rows[:, 1] > 0].T
-        mean = float(losses @ factors) / (float(factors.sum()) or 1.0)
-        return torch.full_like(self.losses[0], mean, requires_grad=False)
 
     def count_batch(self, weights: Sequence[float | None]) -> list[float]:
         """The factors of the losses here: by their weights, or by the samples of their shards.
@@ -130,11 +128,10 @@ class Update:
         Raises:
             ValueError: If only some losses of the update have a weight, or their sum is not finite.
         """
-        has_weights, what = weights[0] is not None, "all of an update need one, or none"
-        if len({weight is None for weight in weights}) > 1:
-            raise ValueError(f"The losses of a batch have the weights {weights}: {what}.")
-        if self.has_weights not in (None, has_weights):
-            raise ValueError(f"Only some losses have a weight: {what}.")
+        has_weights = weights[0] is not None
+        kinds = {self.has_weights, *(weight is not None for weight in weights)} - {None}
+        if kinds != {has_weights}:
+            raise ValueError("Only some losses have a weight: all of an update need one, or none.")
         self.has_weights, self.decay, scale = has_weights, 1.0, 1.0
         if not has_weights:
             shares = self.strategy.find_shares()

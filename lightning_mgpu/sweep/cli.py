@@ -27,6 +27,7 @@ from optuna.distributions import CategoricalDistribution, FloatDistribution, Int
 from optuna.samplers import RandomSampler, TPESampler
 from optuna.trial import TrialState
 from optuna.visualization.matplotlib import plot_slice
+from sqlalchemy.exc import DatabaseError
 
 from lightning_mgpu.cli.options import one_string_per_option, options_by_name
 from lightning_mgpu.cli.yaml_files import read_config, read_default_config
@@ -44,9 +45,12 @@ from lightning_mgpu.tools import (
 
 
 def sweep_command(arguments: Sequence[str]) -> None:
-    if int(os.environ.get("WORLD_SIZE", os.environ.get("SLURM_NTASKS", 1))) > 1:
-        raise UsageError("sweep starts processes itself: leave torchrun or srun out")
-    Sweep(arguments).run()
+    sweep = Sweep(arguments)
+    try:
+        sweep.run()
+    except DatabaseError as error:  # on a full disk, or a file that is not one
+        told = f"{sweep.dir}/sweep.db: {error.orig}; once that is mended, the same command goes on"
+        raise UsageError(told) from error
 
 
 class Sweep:
@@ -61,9 +65,6 @@ class Sweep:
         config, *fit_configs = options.config
         self.dir = options.sweep_dir or Path("sweeps", Path(config).stem)
         yaml = read_config(config)
-        known = {"method", "metric", "parameters", "run_cap", "program", "command"}
-        if ignored := yaml.keys() - known:
-            print("not read here, but by W&B:", *ignored, flush=True)
         try:
             # for W&B's agent: what follows `fit` is for all
             words = yaml.get("command", ["fit"])
@@ -170,10 +171,8 @@ class Sweep:
         status = run_in_group([sys.executable, "-m", program(), "fit", *args], log)
         rows = read_rows(run_dir) if status == 0 else []
         values = [float(row[self.metric]) for row in rows if row.get(self.metric)]
-        value, why = None, f"status {status}"
-        if status == 0:
-            why = f"{self.metric} {values[-1] if values else 'was not logged'}"
-        told = f"failed, {why}: see {log.name}"
+        logged = f"{self.metric} {values[-1] if values else 'was not logged'}"
+        value, told = None, f"failed, {f'status {status}' if status else logged}: see {log.name}"
         if values and math.isfinite(values[-1]):  # else it has diverged
             value = (max if self.direction == "maximize" else min)(filter(math.isfinite, values))
             told = f"{self.metric} {value:.4f}"
@@ -223,6 +222,9 @@ def distribution(option: str, spec: dict[str, Any]) -> optuna.distributions.Base
         if any(isinstance(value, (list, dict)) for value in values):  # Optuna hashes values
             values = [as_text(value) for value in values]
         return CategoricalDistribution(values)
+    if not {"min", "max"} <= spec.keys():
+        told = "give value, values, or min and max; parameters are not nested, but dotted names"
+        raise ValueError(f"--{option}: {spec}: {told}")
     if spec.get("distribution", "log_uniform_values") != "log_uniform_values":
         raise ValueError(f"{spec}: the distribution can be log_uniform_values, or left out")
     low, high, is_log = spec["min"], spec["max"], "distribution" in spec

@@ -47,13 +47,6 @@ def train(module: Callable[[], Probe], run: Run, resume: str = "", **options: An
     return {name: value.detach().cpu() for name, value in probe.state_dict().items()}
 
 
-def predictions(run: Run) -> Any:
-    """How often every sample is predicted."""
-    batches: Any = (trainer := run.trainer()).predict(Probe(UNEVEN))
-    seen = torch.bincount(torch.cat(batches), minlength=UNEVEN[0]).to(trainer.strategy.root_device)
-    return trainer.strategy.reduce(seen, reduce_op="sum").cpu()
-
-
 def resume(run: Run) -> Any:
     """A checkpoint after an epoch, and a second epoch from the one that one device has saved."""
     train(ADAMW, run, max_epochs=1)
@@ -75,7 +68,6 @@ PROMISES: dict[str, Callable[[Run], Any]] = {
     "sync_batchnorm": partial(train, partial(Probe, UNEVEN, norm=True), sync_batchnorm=True),
     "weight of a loss": partial(train, partial(Masked, EVEN)),
     "logging in evaluation": lambda run: run.trainer().validate(Probe(UNEVEN), verbose=False),
-    "every sample once in evaluation": predictions,
     "save and resume": resume,
     SAME_BITS: partial(train, MIXED),
 }

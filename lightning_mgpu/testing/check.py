@@ -1,6 +1,5 @@
 """Judge a strategy: each case in processes of its own."""
 
-import inspect
 import json
 import sys
 import tempfile
@@ -8,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_mgpu.cli.strategy_names import find_strategy
+from lightning_mgpu.cli.strategy_names import make_strategy
 from lightning_mgpu.testing.cases import PROMISES, SAME_BITS, Run
 from lightning_mgpu.tools import run_in_group
 
@@ -35,9 +34,7 @@ def check_strategy(
 
 def same_bits(name: str, run: Run) -> tuple[str, str]:
     """Compare the weights of four replicas on 1, 2 and 4 devices."""
-    function = object if run.strategy == "auto" else find_strategy(run.strategy)[0]
-    bases = getattr(function, "__mro__", ()) if "**" in str(inspect.signature(function)) else ()
-    if not any("replicas" in inspect.signature(each).parameters for each in (function, *bases)):
+    if not hasattr(make_strategy(run.strategy, **run.options), "replicas"):
         return "not applicable", "it has no option `replicas`"
     run = run._replace(options={**run.options, "replicas": 4})
     answers = {run_case(name, run._replace(devices=k)) for k in (1, 2, 4)}

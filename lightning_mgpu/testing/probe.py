@@ -1,4 +1,4 @@
-"""Small modules in float64, with their data: batches of X (B, 6) and the samples' indices (B,)."""
+"""Small modules in float64, with their data: batches of X (B, 6)."""
 
 from typing import Any
 
@@ -25,17 +25,13 @@ class Probe(LightningModule):
         self.error = MeanAbsoluteError().set_dtype(torch.float64)
         self.adamw = adamw
         num_samples, self.batch_size = data
-        self.samples = TensorDataset(
-            torch.randn(num_samples, 6).double(), torch.arange(num_samples)
-        )
+        self.samples = TensorDataset(torch.randn(num_samples, 6).double())
 
     def train_dataloader(self) -> DataLoader:
         return batch_loader(self.samples, self.batch_size, self.trainer, shuffle=True, seed=0)
 
     def val_dataloader(self) -> DataLoader:
         return batch_loader(self.samples, self.batch_size, self.trainer)
-
-    predict_dataloader = val_dataloader
 
     def loss(self, X: Tensor) -> Tensor:
         return F.mse_loss(self.net(X), X.flip(1).sin())
@@ -47,9 +43,6 @@ class Probe(LightningModule):
         self.error(self.net(batch[0]), batch[0])
         self.log_dict({"loss": self.loss(batch[0]), "torchmetrics": self.error})
         self.log("loss with sync_dist", self.loss(batch[0]), sync_dist=True)
-
-    def predict_step(self, batch: Any, batch_idx: int) -> Any:
-        return batch[1]
 
     def configure_optimizers(self) -> Any:
         if not self.adamw:

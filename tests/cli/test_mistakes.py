@@ -1,8 +1,10 @@
 """The commonest mistakes end in at most six lines with status 2, and leave no file."""
 
+import resource
 import shutil
 import sys
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from torch.distributed import DistStoreError
 
 from lightning_mgpu.allreduce import textbook_allreduce
 from lightning_mgpu.cli.errors import one_line_errors
@@ -33,11 +36,13 @@ MISTAKES = {  # a command line, and what its lines must say
     "fit --model=LeNot": ("--model=LeNot", "LeNet, ResNet18, or a path: my_package."),
     "fit --model=nowhere.Net": ("--model=nowhere.Net", "No module named 'nowhere'"),
     "fit --model.lr_scheduler=StepLR": ("--model.lr_scheduler=StepLR", "step_size"),
-    "fit --data.batch_size=many": ("--data.batch_size=many", "Expected a <class 'int'>"),
+    "fit --data.batch_size=many": ("--data.batch_size=many: Expected a <class 'int'> (",),
+    "fit --model.lr=nan": ("--model.lr=nan: Expected a <class 'float'> (",),
+    "allreduce ring --mb=x": ("argument --mb: invalid float value: 'x'; see python -m",),
     "fit --trainer.precision=17": ("--trainer.precision=17", "bf16-mixed"),
     "fit --trainer.strategy=dpp": ("dpp: no such strategy", "did you mean dp?", "my_package."),
     "fit --config=model/resnet.yaml": ("--config=model/resnet.yaml: no such file, here or in",),
-    "fit --config number.yaml": ("--wandb.name=7795000000000.0", "Expected a <class 'str'>"),
+    "fit --config number.yaml": ("--wandb.name=7795000000000.0: Expected a <class 'str'> (",),
     "fit --config broken.yaml": ("broken.yaml cannot be read as YAML: ",),
     "fit --config twice.yaml": ("trainer is given twice, in line 1 and in line 3: keep one",),
     "fit --config bomb.yaml": ("bomb.yaml", "more than 100000 values: do aliases hold each other?"),
@@ -58,7 +63,11 @@ MISTAKES = {  # a command line, and what its lines must say
     f"fit {SMALL} --trainer.strategy=manual_allreduce --trainer.strategy.replicas=2 "
     "--trainer.strategy.allreduce=math.fsum": ("allreduce math.fsum raised ValueError",),
     f"test {SMALL} --ckpt_path=other.ckpt --model=LeNet": ("Error(s) in loading state_dict for",),
-    "fit --resume=cut": ("config.yaml has no class_path of data: it is cut short, or of no run",),
+    f"fit {SMALL} --output.test=false --data.val_size=0": (
+        "--output.test=false: but the data val",
+    ),
+    "fit --resume=cut": ("cut/config.yaml is cut short, or of no run: it needs a class_path",),
+    "fit --resume=half": ("half/config.yaml is cut short", "and the last line, `# end`"),
     "fit --config=nul.yaml": ("line 1 has a NUL in a text",),
     "fit --config=digits.yaml": ("digits.yaml cannot be read as YAML",),
     "runs cut": ("metrics.csv is not a CSV file", "move it away"),
@@ -71,6 +80,7 @@ NUMBERS = (  # an option with a number that it cannot have
     *("fit --model.lr=.inf", "fit --model.lr=1.0e+300", "fit --seed_everything=-1"),
     "fit --trainer.strategy=exchange_diloco --trainer.strategy.outer_lr=.nan",
     "fit --trainer.strategy=exchange_diloco --trainer.strategy.every=0",
+    "fit --trainer.strategy=exchange_top_k --trainer.strategy.options.fraction=nan",
     *("allreduce ring --mb=nan", "allreduce ring --mb=1e+300", "allreduce ring --devices=65"),
     *("benchmark --sizes=inf", "benchmark --batch_size=0", "benchmark --run_dir=r --repeats=0"),
     *("network fit --delay_ms=nan", "network fit --mbit=inf", "network fit --machines=0"),
@@ -79,7 +89,8 @@ FILES = {
     "used/a_file": "",
     "broken.yaml": "trainer: [1, {\n",
     "number.yaml": "wandb: {name: 77950e8}\n",
-    "cut/config.yaml": "model: {class_path: LeNet}\ndata:\n",
+    "cut/config.yaml": "model: {class_path: LeNet}\ndata:\n# end\n",
+    "half/config.yaml": "model: {class_path: LeNet}\ndata:\n  class_path: FashionMNIST\n",
     "cut/run.json": "[1]",
     "cut/metrics.csv": "step\n\xff\n",
     "nul.yaml": 'run_dir: "a\\0b"\n',
@@ -143,6 +154,27 @@ def test_a_number_that_is_none(
     assert not [*tmp_path.glob("r*")]
 
 
+FULL = {  # a command on a full disk, and the files that it leaves
+    "new deep/mine": set(),
+    "sweep --config=sweep/lenet_lr.yaml": {"sweep.db", "sweep.lock"},
+    "benchmark --only=exchange --algorithms=ring --sizes=0.1 --repeats=1 --run_dir=b": set(),
+}
+
+
+@pytest.mark.parametrize("args", FULL)
+def test_a_full_disk(args: str, main: Callable, tmp_path: Path, capsys: Any) -> None:
+    """A limit on the size of files stands for it."""
+    most = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200, most))
+    try:
+        assert main(*args.split()) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+    _, told, err = capsys.readouterr().err.partition("error: ")
+    assert told and err.count("\n") == 1, err
+    assert {path.name for path in tmp_path.rglob("*") if path.is_file()} == FULL[args]
+
+
 OWN = """
 from lightning_mgpu.models import LeNet
 
@@ -178,25 +210,17 @@ def test_code_of_ones_own(
         main(*run, "--model=own_code.Late")
 
 
-def test_which_exceptions_are_mistakes(capsys: pytest.CaptureFixture) -> None:
-    """An error of torch's C++ code keeps its traceback, though its last frame may be ours."""
+def test_an_error_of_torchs_code_keeps_its_traceback() -> None:
+    """Its last frame may be ours."""
     with pytest.raises(RuntimeError, match="must match"), one_line_errors(False):
         textbook_allreduce([torch.ones(2), torch.ones(3)])
-    for error in (KeyboardInterrupt(), OSError(28, "No space left on device", "a.csv")):
-        with pytest.raises(SystemExit) as end, one_line_errors(False):
-            raise error
-        assert end.value.code == (130 if isinstance(error, KeyboardInterrupt) else 2)
-    assert capsys.readouterr().err.startswith("error: [Errno 28] No space left on device: 'a.csv'")
 
 
 DAMAGED = """
 from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader
 
-class Pictures:
-    def __len__(self):
-        return 4
-
+class Pictures(list):
     def __getitem__(self, i):
         error = OSError("a damaged picture")
         error.add_note(f"sample {i}")
@@ -208,7 +232,7 @@ class Folder(LightningDataModule):
         self.num_workers = num_workers
 
     def train_dataloader(self):
-        return DataLoader(Pictures(), 4, num_workers=self.num_workers)
+        return DataLoader(Pictures(range(4)), 4, num_workers=self.num_workers)
 """
 
 
@@ -246,8 +270,9 @@ def test_a_process_that_has_no_reason_says_nothing(
 ) -> None:
     monkeypatch.setattr(rank_zero_only, "rank", 1)
     monkeypatch.setattr("time.sleep", lambda seconds: None)
-    cli: Any = SimpleNamespace(method="test")
-    late = ProcessEnded("waited 12 s (`timeout`) for process 0")
+    strategy = SimpleNamespace(global_rank=1, _timeout=timedelta(seconds=12))
+    cli: Any = SimpleNamespace(method="test", trainer=SimpleNamespace(strategy=strategy))
+    late = DistStoreError("wait timeout after 12000ms, keys: /default_pg/0//cpu//0/0")
     for error in (ProcessEnded("process 0 has ended"), late, UsageError("a mistake")):
         with pytest.raises(SystemExit, match="2"), one_line_errors(False):
             raise TrainingCLI.describe_end(cli, error)

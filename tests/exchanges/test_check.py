@@ -15,11 +15,11 @@ from tests.conftest import run_devices
 
 
 def run_once(exchange: Any, tensors: list[Tensor], datas: Any = None) -> Tensor:
-    k, p = len(tensors), tensors[0]
+    k = len(tensors)
     datas = [{} for _ in range(k)] if datas is None else datas
     states = [{"w": State("w", replica, k, data)} for replica, data in enumerate(datas)]
-    route = run_exchanges(exchange, {"w": p}, [{"w": X} for X in tensors], states, 1, Plan())
-    return run_here(route).results[0]
+    route = run_exchanges(exchange, [{"w": X.clone()} for X in tensors], states, 1, Plan())
+    return run_here(route)[0][0]
 
 
 @pytest.mark.parametrize("k", [1, 2, 3])

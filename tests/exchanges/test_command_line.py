@@ -1,6 +1,5 @@
 """Exchanges from the command line: killed and resumed, and as a function's dotted path."""
 
-import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -24,20 +23,34 @@ def last(run: Path) -> dict[str, Any]:
     return torch.load(run / "checkpoints" / "last.ckpt", weights_only=True)
 
 
+KILLER = """
+import os, signal
+from lightning.pytorch import Callback
+
+class Killer(Callback):
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if os.environ.get("KILL") and (trainer.current_epoch, batch_idx) == (1, 6):
+            os.killpg(0, signal.SIGKILL)
+"""
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_killed_and_resumed(command: Any, tmp_path: Path) -> None:
-    """With states of the exchange, of the outer step, and of the optimizers of each process."""
-    diloco = ("=exchange_diloco", ".every=5", ".exchange=lightning_mgpu.exchanges.top_k")
-    line = (*FIT, "--trainer.devices=2", *("--trainer.strategy" + each for each in diloco))
+    """While differences are under way.
+
+    There are states of the exchange, of the outer step, and of the optimizers of each process.
+    """
+    (tmp_path / "killer.py").write_text(KILLER)
+    diloco = ("=exchange_diloco", ".every=5", ".delay=2")
+    top_k = ".exchange=lightning_mgpu.exchanges.top_k"
+    options = ("--trainer.strategy" + each for each in (*diloco, top_k))
+    line = (*FIT, "--trainer.devices=2", "--trainer.callbacks=killer.Killer", *options)
     code, out, err = command(*line, "--run_dir=whole", timeout=200)
     assert code == 0 and "exchange: " in out, f"{out}\n{err}"
-    process = command.start(*line, "--run_dir=killed")
-    while (printed := process.stdout.readline()) and not printed.startswith("epoch 2/"):
-        pass
-    assert printed, process.stderr.read()
-    os.killpg(process.pid, signal.SIGKILL)
-    command.finish(process, timeout=60)
+    process = command.start(*line, "--run_dir=killed", KILL="1")
+    code, out, err = command.finish(process, timeout=200)
+    assert code == -signal.SIGKILL and "epoch 1/" in out and "epoch 2/" not in out, err
     code, out, err = command("fit", "--resume=killed", timeout=200)
     assert code == 0 and "epoch 1/" not in out, f"{out}\n{err}"
     whole, killed = (last(tmp_path / name) for name in ("whole", "killed"))

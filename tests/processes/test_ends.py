@@ -11,9 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
-from torch import nn
 
 from tests.strategies.conftest import (
     IN_MEMORY,
@@ -59,13 +57,6 @@ class RaisesInSetup(Net):
             raise KeyError("mine")
 
 
-class LosesConnection(Fails):
-    """To a database, for example."""
-
-    def fail(self, loss: Any) -> Any:
-        raise ConnectionResetError("connection reset by peer")
-
-
 class Hangs(Fails):
     def fail(self, loss: Any) -> Any:
         time.sleep(4 * SECONDS)
@@ -77,44 +68,25 @@ class SavesAlone(Fails):
         self.trainer.save_checkpoint("alone.ckpt")
 
 
-class SavesMoreAlone(SavesAlone):
-    """A checkpoint compares a row of 1,232 bytes, and a message has 1,024."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.more = nn.ParameterList([torch.zeros(1) for _ in range(150)])
-
-
-class Edits(Net):
-    """An edit that depends on the rank."""
-
-    def on_train_epoch_end(self) -> None:
-        with torch.no_grad():
-            self.net[2].bias[1] += 1e-15 * rank()
-
-
 ENDS: dict[str, tuple[Callable[[], Net], list[Any]]] = {  # what both processes end with
     "killed": (Killed, [ENDED, -signal.SIGKILL]),
     "raises": (Raises, [ENDED, "KeyError: 'mine'"]),
     "raises in setup": (RaisesInSetup, [ENDED, "KeyError: 'mine'"]),
-    "loses a connection": (LosesConnection, [ENDED, "connection reset by peer"]),
     "hangs": (Hangs, [LATE, ENDED]),
-    "one of three hangs": (Hangs, [LATE, ENDED, "process 0 has ended"]),
+    "one of three hangs": (Hangs, [LATE, ENDED, LATE]),
     "saves alone": (SavesAlone, [ELSEWHERE, ELSEWHERE]),
-    "saves more": (SavesMoreAlone, [ELSEWHERE, ELSEWHERE]),
     "no loss": (Fails, [ENDED, "every shard needs a loss"]),
 }
 
 
 def fit_one(name: str, sends: bool = False, **kwargs: Any) -> Any:
-    make = Edits if name == "edited" else ENDS[name][0]
     with no_shared_memory() if sends else nullcontext():
-        return attempt(fit, make, strategy=make_strategy(SECONDS), **kwargs)
+        return attempt(fit, ENDS[name][0], strategy=make_strategy(SECONDS), **kwargs)
 
 
-SENT = {"killed", "hangs", "saves alone", "saves more"}
+SENT = {"killed", "hangs", "saves alone"}
 # only in memory a process knows which one of three is late
-IN_ALL = ENDS.keys() - {"saves more"} - ({"one of three hangs"} if not IN_MEMORY else set())
+IN_ALL = ENDS.keys() - ({"one of three hangs"} if not IN_MEMORY else set())
 
 
 @pytest.mark.parametrize(
@@ -125,11 +97,6 @@ def test_a_process_that_fails_ends_all(name: str, sends: bool) -> None:
     expected = ENDS[name][1]
     for found, said in zip(run_in_processes(len(expected), fit_one, name, sends), expected):
         assert found == said or (said in found and "\n" not in found), found
-
-
-def test_other_weights_are_found_at_the_end() -> None:
-    for found in run_in_processes(2, fit_one, "edited"):
-        assert "net.2.bias of process 1 is not that of process 0" in found and "\n" not in found
 
 
 def save_at_an_exception(path: str) -> Any:
@@ -160,7 +127,7 @@ def test_a_fit_leaves_no_files_threads_and_memory() -> None:
 
 
 SCRIPT = """
-import os, sys, time
+import os, time
 from tests.strategies.conftest import Net, fit
 class Sleeps(Net):
     def training_step(self, batch, batch_idx):
@@ -168,25 +135,16 @@ class Sleeps(Net):
             print("asleep", flush=True)
             time.sleep(300)
         return self.loss(batch)
-if "late" in sys.argv and "LOCAL_RANK" in os.environ:
-    print("asleep", flush=True)
-    time.sleep(2)
 fit(Sleeps, devices=2, strategy="manual_allreduce")
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("number", "args"),
-    [
-        pytest.param(signal.SIGKILL, ["late"], marks=pytest.mark.weekly),
-        *((number, []) for number in (signal.SIGKILL, signal.SIGTERM)),
-    ],
-)
-def test_a_signal_ends_both(number: int, args: list[str], command: Any, tmp_path: Path) -> None:
-    """Before they meet, and in a step: no process is left behind."""
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_signal_ends_both(number: int, command: Any, tmp_path: Path) -> None:
+    """No process is left behind."""
     (tmp_path / "train.py").write_text(SCRIPT)
-    process = command.start(launcher=("train.py", *args))  # the second one sleeps
+    process = command.start(launcher=("train.py",))  # the second one sleeps
     assert process.stdout.readline() == "asleep\n"
     process.send_signal(number)
     command.finish(process, timeout=60)

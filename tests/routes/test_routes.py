@@ -41,7 +41,7 @@ ONE_PER_BUCKET = 1e-9  # MB
 
 def new_courier() -> Courier:
     meeting = new_meeting()
-    return Courier(meeting, meeting.group, False)
+    return Courier(meeting, meeting.group)
 
 
 def sum_rows(way: Any, allreduce: Any, num_rows: int) -> bool:

@@ -52,8 +52,9 @@ def test_weights_set_when_training_ends_are_in_the_last(
     fit: Callable[..., int], tmp_path: Path, capfd: Any
 ) -> None:
     """The fingerprint is of weights that a checkpoint has, and the finished run has it again."""
-    ema = "--trainer.callbacks+=EMAWeightAveraging"
-    assert fit("--trainer.max_epochs=2", "--run_dir=a", ema) == 0
+    ema = ("--trainer.callbacks+=EMAWeightAveraging", "--trainer.strategy=manual_allreduce")
+    replicas = "--trainer.strategy.replicas=2"
+    assert fit("--trainer.max_epochs=2", "--run_dir=a", *ema, replicas) == 0
     printed = capfd.readouterr().out.splitlines()[-2]
     weights = last(tmp_path / "a")["state_dict"]
     assert printed == f"fingerprint: {fingerprint(list(weights.values()))}"
@@ -180,18 +181,6 @@ def test_weights_from_elsewhere(run: Path, fit: Callable[..., int], own: Path, c
     }.items():
         assert fit(*start, *line.split(), "--run_dir=refused") == 2
         assert told in capfd.readouterr().err
-
-
-def test_checkpoints_in_subdirectories(
-    fit: Callable[..., int], main: Callable[..., int], root: Path, own: Path, capfd: Any
-) -> None:
-    """Of a metric's name: `test` does not look for their run."""
-    name = "--checkpoint.filename={epoch}-{val/loss:.2f}"
-    assert fit(name, "--trainer.max_epochs=1", "--run_dir=a") == 0
-    assert "testing epoch 1: val_acc" in capfd.readouterr().out
-    (best,) = (own / "a" / "checkpoints").glob("*/*.ckpt")
-    line = ("test", f"--ckpt_path={best}", f"--data.root={root}", "--run_dir=b")
-    assert main(*line) == 2 and main(*line, "--config=a/config.yaml") == 0
 
 
 def test_a_best_checkpoint_that_is_damaged_or_gone(

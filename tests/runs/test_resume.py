@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from lightning_mgpu.runs.directory import lock_run_dir, read_run_json
 from tests.runs.conftest import DATA, RUN, STRATEGIES, assert_same, equal, last, metrics
@@ -138,11 +139,12 @@ def test_a_run_that_has_not_begun_leaves_nothing(
 ) -> None:
     """Where a kill has left a file that is not finished, `start again` is true as well."""
     (tmp_path / "a").mkdir()
-    (tmp_path / "a" / ".part.config.yaml").write_text("trai")
+    (others := tmp_path / "others.txt").write_text("trai")
+    (tmp_path / "a" / ".part.config.yaml").symlink_to(others)
     line = ("--trainer.max_epochs=1", "--run_dir=a")
     assert fit(*line, stop=where, number="SIGTERM") == 130
     assert "stopped; start again\n" in capfd.readouterr().out
-    assert not (tmp_path / "a").exists()
+    assert not (tmp_path / "a").exists() and others.read_text() == "trai"
 
 
 @pytest.mark.parametrize(
@@ -201,7 +203,9 @@ def test_mistakes_leave_the_run_as_it_is(
     assert all(path.read_bytes() == content for path, content in before.items())
 
 
-def test_a_damaged_run_is_refused(run: Path, fit: Callable[..., int], capfd: Any) -> None:
+def test_a_damaged_run_is_refused(
+    run: Path, fit: Callable[..., int], capfd: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A flipped bit, half a file, code in a file, another version, a lock."""
 
     def refused(*args: str) -> str:
@@ -226,7 +230,12 @@ def test_a_damaged_run_is_refused(run: Path, fit: Callable[..., int], capfd: Any
         assert "last.ckpt is not a file that `fit` has written: TypeError" in refused()
     torch.save({**content, "callbacks": 3}, path)
     assert "last.ckpt cannot be restored: AttributeError" in refused()
+    torch.save({**content, "optimizer_states": []}, path)
+    assert "last.ckpt has the states of 0 optimizers, and the model 1: start a" in refused()
     path.write_bytes(good)
+    with monkeypatch.context() as patch:  # the first process has found no checkpoint
+        patch.setattr(SingleDeviceStrategy, "broadcast", lambda _, x, *src: x is not True and x)
+        assert "only some machines have the run's last.ckpt: they must share" in refused()
     rows = (run / "metrics.csv").read_text()
     (run / "metrics.csv").write_text("epoch\n1\n")
     assert "metrics.csv has no steps: move it away" in refused()

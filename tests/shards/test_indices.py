@@ -1,6 +1,5 @@
 """Indices are cut, and not batches: what a batch is made of does not matter."""
 
-import itertools
 import multiprocessing
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -13,12 +12,10 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, Sampler, WeightedRandomSampler, random_split
 
 from lightning_mgpu.data import batch_loader
-from lightning_mgpu.shards.reader import ShardReader, cut_indices
 from tests.cases import Case, check
 from tests.strategies.conftest import (
     Net,
     assert_close,
-    attempt,
     fit,
     new_trainer,
     samples,
@@ -30,16 +27,6 @@ Sample = tuple[Tensor, Tensor]
 
 def stack(batch: list[Sample]) -> list[Tensor]:
     return [torch.stack([X for X, _ in batch]), torch.stack([y for _, y in batch])]
-
-
-def with_captions(batch: list[Sample]) -> list[Any]:
-    """Two captions per sample, as `default_collate` makes them: as many tuples as captions."""
-    return [*stack(batch), [(f"{y}",) * len(batch) for _, y in batch[:2]]]
-
-
-def with_metadata(batch: list[Sample]) -> list[Any]:
-    """A list that is as long as the batch, and is about all of it."""
-    return [*stack(batch), [float(sum(y for _, y in batch))] * len(batch)]
 
 
 def time_first(batch: list[Sample]) -> list[Tensor]:
@@ -114,17 +101,6 @@ class Views(Net):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         assert not torch.equal(batch["a"][0], batch["b"][0])
         return self.loss(batch["a"]) + 2 * self.loss(batch["b"])
-
-
-class Looks(Any8):
-    """One process looks at some validation data while all train."""
-
-    def on_train_epoch_start(self) -> None:
-        if self.trainer.is_global_zero:
-            next(iter(self.trainer.val_dataloaders))
-
-    def on_validation_epoch_end(self) -> None:
-        self.on_train_epoch_start()
 
 
 class Distinct(Net):
@@ -207,8 +183,6 @@ def infinite() -> dict[str, Any]:
 
 
 CASES = {
-    "captions": collated(Counted, with_captions),
-    "metadata": collated(Counted, with_metadata),
     "time first": collated(Any8, time_first),
     "flattened": collated(Any8, flattened),
     "padded": collated(Counted, padded),
@@ -248,24 +222,17 @@ def test_an_evaluation_draws_other_numbers_each_time(in_two_processes: Callable)
         assert_close(found, expected, 1e-6)
 
 
-def test_each_sample_draws_numbers_of_its_own() -> None:
-    """By pass, batch and place, although all of them read the same sample here."""
-    reader, drawn_twice = ShardReader(Draws(), stack), []
-    for replicas in ([range(4)], [range(2), range(2, 4)]):
-        drawn = []
-        for seed, number in itertools.product((1, 2), (0, 1)):
-            keys = [cut_indices([0] * 10, 4, part, number, seed) for part in replicas]
-            shards: list[Any] = [shard for each in keys for shard in reader[each].shards]
-            assert [len(X) for X, _ in shards] == [3, 3, 2, 2]  # and not 3, 2, 3, 2
-            drawn += [float(noise) for X, _ in shards for noise in X[:, 0]]
-        drawn_twice.append(drawn)
-    assert drawn_twice[0] == drawn_twice[1] and len(set(drawn_twice[0])) == 40
+class Looks(Net):
+    def on_train_epoch_start(self) -> None:
+        loader: Any = self.trainer.train_dataloader
+        self.seen = [next(iter(loader))[0] for _ in range(3)]
 
 
-def fit_with_and_without_looks() -> list[Any]:
-    return [attempt(fit, make, **not_shuffled()) for make in (Looks, Any8)]
+def look() -> list[bool]:
+    module = Looks()
+    fit(lambda: module, DataLoader(samples(), 10, shuffle=True), max_epochs=1)
+    return [torch.equal(a, b) for a, b in zip(module.seen, module.seen[1:])]
 
 
-def test_a_look_moves_nothing(in_two_processes: Callable) -> None:
-    for found, expected in in_two_processes(fit_with_and_without_looks):
-        assert_close(found, expected, rtol=1e-15)
+def test_looks_of_one_hook_go_on_from_each_other(in_two_processes: Callable) -> None:
+    assert in_two_processes(look) == [[False, False]] * 2

@@ -2,17 +2,16 @@
 
 from collections.abc import Callable, Iterator
 from itertools import product
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch.callbacks import LearningRateFinder
 from lightning.pytorch.utilities import CombinedLoader
-from torch.utils.data import DataLoader, Sampler, Subset
+from torch.utils.data import DataLoader, Dataset, Sampler, Subset, default_collate
 
 from lightning_mgpu.data import batch_loader
-from tests.cases import Case, Predicts, Stream, Validated, Writer, check
+from tests.cases import Case, Predicts, Stream, Validated, Weighted, Writer, check
 from tests.strategies.conftest import Net, new_trainer, rank, samples, world_size
 
 
@@ -35,11 +34,6 @@ class Several(Net):
         return self.loss(batch["a"]) + 2 * second
 
 
-class Iterates(Net):
-    def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
-        return self.loss(next(dataloader_iter)[0])
-
-
 class Doubles(Net):
     """In the hooks that move a batch, in their order."""
 
@@ -58,11 +52,6 @@ class Schedules(Net):
         total = int(self.trainer.estimated_stepping_batches)
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.5, total)
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
-
-
-class StartsLoader(Net):
-    def on_fit_start(self) -> None:
-        self.trainer.fit_loop.setup_data()
 
 
 class FindsRate(Net):
@@ -100,18 +89,9 @@ def of_a_stream() -> Any:
     return CombinedLoader(loaders, "min_size")
 
 
-STARTED = [*product((Schedules, StartsLoader, FindsRate), (balanced, shuffled))]
-
-
 def seeded_apart() -> DataLoader:
     generator = torch.Generator().manual_seed(rank())
     return DataLoader(samples(), 10, shuffle=True, generator=generator)
-
-
-def stack(items: list[Any]) -> Any:
-    """Draws, as one that masks words does."""
-    X = torch.tensor([[float(item.x)] * 8 for item in items], dtype=torch.float64)
-    return X + torch.rand(1), torch.zeros(len(items), dtype=torch.long)
 
 
 def of_two_sizes() -> CombinedLoader:
@@ -125,12 +105,47 @@ class ValidatesSeveral(Net):
         self.log("val_loss", self.loss(batch["a"]) + self.loss(batch["b"]))
 
 
+class Damaged(Dataset):
+    """Every fifth sample cannot be read."""
+
+    def __len__(self) -> int:
+        return 57
+
+    def __getitem__(self, index: int) -> Any:
+        return None if index % 5 == 2 else samples()[index]
+
+
+def leave_out(batch: list[Any]) -> Any:
+    return default_collate([each for each in batch if each is not None])
+
+
+def damaged() -> DataLoader:
+    return DataLoader(Damaged(), 10, collate_fn=leave_out)
+
+
+class WeightedValidated(Weighted, Validated):
+    pass
+
+
+class Filters(Validated):
+    """A hook that leaves out rows."""
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        is_used = batch[0][:, 0] > -0.5
+        return [part[is_used] for part in batch]
+
+
+class FiltersWeighted(Weighted, Filters):
+    pass
+
+
 def refused(said: str, make: Any = Validated, **loaders: Callable[[], Any]) -> Case:
     arguments = lambda: {name: new() for name, new in loaders.items()}  # noqa: E731
     return Case(make, arguments, said, in_one=())
 
 
-STARTED = [*product((Schedules, StartsLoader, FindsRate), (balanced, shuffled))]
+STARTED = [*product((Schedules, FindsRate), (balanced, shuffled))]
+LEFT_OUT = 'The loss of a shard needs a weight, {"loss": loss, "weight": n}: samples were left'
 CASES = {
     "shuffled, other random numbers": Case(StartsApart),
     "a stream": Case(Net, lambda: {"data": DataLoader(Stream(samples()), 10)}),
@@ -165,10 +180,6 @@ CASES = {
         " has another dataset",
         data=lambda: DataLoader(Subset(samples(), range(56 + rank())), 10),
     ),
-    "other objects": refused(
-        " has another dataset",
-        data=lambda: DataLoader([SimpleNamespace(x=rank())] * 20, 10, collate_fn=stack),
-    ),
     "series": refused(
         "50 samples in a batch of 8",
         data=lambda: DataLoader(Stream([torch.ones(50)] * 16), 8, collate_fn=list),
@@ -182,17 +193,20 @@ CASES = {
         Several,
         data=lambda: several(60, 30, 5),
     ),
-    "an iterator": refused(
-        "training_step(dataloader_iter): an iterator does not tell its batches",
-        Iterates,
-        data=lambda: DataLoader(samples(), 10),
-    ),
     "together": refused(
         "A batch of 1 samples cannot be shared out to 2", ValidatesSeveral, val=of_two_sizes
     ),
     "no rows": refused(
         "A batch of list with lengths []", data=lambda: DataLoader(Stream(["a"] * 4), 4)
     ),
+    "damaged, trained": Case(
+        WeightedValidated, lambda: {"data": damaged(), "val": damaged()}, in_one=(2,)
+    ),
+    "filtered, trained": Case(
+        FiltersWeighted, lambda: {"val": DataLoader(samples(), 10)}, in_one=(2,)
+    ),
+    "damaged, no weight": Case(Validated, lambda: {"data": damaged()}, LEFT_OUT, in_one=(2,)),
+    "filtered, no weight": Case(Filters, dict, LEFT_OUT, in_one=(2,)),
 }
 
 
@@ -202,15 +216,23 @@ def test_batches_are_those_of_one_device(name: str, in_two_processes: Callable) 
     check(__name__, name, in_two_processes)
 
 
-def predict(loader: str) -> list[tuple[int, Any]]:
-    writer = Writer("batch")
-    make: Any = {"DataLoader": DataLoader, "batch_loader": batch_loader}[loader]
-    new_trainer(callbacks=writer).predict(Predicts().double(), make(samples(), 10))
+def predict(make: Any, interval: Any, size: int) -> list[tuple[int, Any]]:
+    writer = Writer(interval)
+    new_trainer(callbacks=writer).predict(Predicts().double(), make(samples(), size))
     return writer.rows
 
 
-@pytest.mark.parametrize("loader", ["DataLoader", "batch_loader"])
-def test_predictions_know_their_samples(loader: str, in_two_processes: Callable) -> None:
-    first, second = in_two_processes(predict, loader)
-    assert [row[0] for row in first[:6]] == [0, 1, 2, 3, 4, 10]
+@pytest.mark.parametrize(
+    ("make", "interval", "size"),
+    # batches of one sample are joined, and so is the last batch of 28
+    [
+        *((DataLoader, "epoch", n) for n in (1, 28)),
+        *((x, "batch", 10) for x in (DataLoader, batch_loader)),
+    ],
+)
+def test_predictions_know_their_samples(
+    make: Any, interval: Any, size: int, in_two_processes: Callable
+) -> None:
+    first, second = in_two_processes(predict, make, interval, size)
+    assert first and second
     assert sorted(first + second) == list(enumerate(samples().tensors[0][:, 0].tolist()))

@@ -14,7 +14,6 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.strategies import StrategyRegistry
-from torch import Tensor
 from torch.optim import AdamW
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -34,26 +33,6 @@ def strategy(name: str) -> dict[str, Any]:
 
 
 ENGINES = pytest.mark.parametrize("engine", ["one device", "dp", "replicas=2"])
-
-
-WAITS: dict[str, Callable[[Tensor], Any]] = {
-    "a number": lambda X: X.item(),
-    "a copy to the CPU": lambda X: X.cpu(),
-    "a number's copy": lambda X: torch.tensor(3.0, device=X.device),
-    "nonzero": lambda X: X.nonzero(),
-    "equal": lambda X: torch.equal(X, X + 1),
-    "a mask": lambda X: X[X > 0],
-}
-
-
-class Asks(LeNet):
-    """Waits for the device: the tests must find it."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
-        for wait in WAITS.values():
-            wait(loss.detach())
-        return loss
 
 
 @pytest.fixture
@@ -115,13 +94,6 @@ def test_data_of_this_package_wait_for_no_device(
     settings = {"device_resident": resident, "augment": True, "normalize": True}
     data = FashionMNIST(root=str(root), batch_size=4, val_size=101, **settings)
     assert not steps(adamw(fused=True), engine, data, limit_train_batches=4)[0]
-
-
-@ENGINES
-def test_waits_are_found(steps: Callable[..., Any], engine: str) -> None:
-    waits, _ = steps(Asks(), engine)
-    assert [*waits.values()] == [2 if engine == "one device" else 4] * len(WAITS)
-    assert all("test_steps.py" in place for _, place in waits)
 
 
 def test_nothing_stays_on_the_other_device(steps: Callable[..., Any]) -> None:

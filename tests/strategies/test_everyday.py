@@ -1,4 +1,4 @@
-"""Loaders, predictions and checkpoints of everyday use: two processes do as one device does."""
+"""Loaders and checkpoints of everyday use: two processes do as one device does."""
 
 import multiprocessing
 from collections.abc import Callable
@@ -9,8 +9,7 @@ import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
-from tests.cases import Predicts, Writer
-from tests.strategies.conftest import Net, assert_close, attempt, fit, new_trainer, samples
+from tests.strategies.conftest import Net, assert_close, attempt, fit, samples
 
 
 class LogsOnce(Net):
@@ -38,12 +37,6 @@ def fit_twice() -> Any:
     return len(multiprocessing.active_children()), found
 
 
-def predict(batch_size: int) -> list[tuple[int, Any]]:
-    writer = Writer("epoch")
-    new_trainer(callbacks=writer).predict(Predicts().double(), DataLoader(samples(), batch_size))
-    return writer.rows
-
-
 def go_on(directory: Path, num_workers: int) -> list[Any]:
     """Two epochs, and the second one again, from Lightning's own checkpoint of the first."""
     saves = ModelCheckpoint(directory, save_top_k=-1, filename="{epoch}")
@@ -59,15 +52,6 @@ def test_a_second_fit_starts_workers_again(in_two_processes: Callable) -> None:
         assert num_children == 0
         assert_close(other, state)
         assert_close(other_logged["val_loss"], logged["val_loss"])
-
-
-@pytest.mark.parametrize("batch_size", [1, 28])
-def test_predictions_of_an_epoch_know_their_samples(
-    batch_size: int, in_two_processes: Callable
-) -> None:
-    """Batches of one sample are joined, and so is the last batch of 28."""
-    first, second = in_two_processes(predict, batch_size)
-    assert sorted(first + second) == list(enumerate(samples().tensors[0][:, 0].tolist()))
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

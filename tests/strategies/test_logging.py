@@ -5,7 +5,9 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader
+from torchmetrics import MeanMetric
 
 from tests.cases import Case, Logs, Stream, check
 from tests.strategies.conftest import Net, assert_close, new_trainer, samples
@@ -45,10 +47,40 @@ class TwoStreams(Net):
         self.log("val_loss", self.loss(batch), batch_size=len(batch[1]))
 
 
+class EvaluatesBoth(Net):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch["a"]) + self.loss(batch["b"]))
+
+
+class EvaluatesByMetric(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = MeanMetric()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        for each in batch.values():
+            self.mean.update(each[0][:, 0])
+        self.log("mean", self.mean)
+
+
+def both(size: int) -> CombinedLoader:
+    """Batches of two loaders: with 5 samples in the first one, shards of 3 beside shards of 2."""
+    return CombinedLoader(
+        {"a": DataLoader(samples(20), size), "b": DataLoader(samples(20), 4)}, "min_size"
+    )
+
+
 CASES = {
     "several loaders": Case(Logs, lambda: {"val": val_loaders()}, rtol_logged=1e-6),
     "plateau": Case(Plateau, lambda: {"val": val_loaders()[0], "max_epochs": 6}, rtol_logged=1e-6),
     "in hooks": Case(InHooks, lambda: {"val": val_loaders()[0]}, rtol_logged=1e-6),
+    "two loaders": Case(EvaluatesBoth, lambda: {"val": both(4)}, in_one=()),
+    "other shares": Case(
+        EvaluatesBoth, lambda: {"val": both(5)}, "have other shares of their batches", in_one=()
+    ),
+    "other shares, a metric": Case(
+        EvaluatesByMetric, lambda: {"val": both(5)}, in_one=(), rtol_logged=1e-6
+    ),
     "streams": Case(TwoStreams, lambda: {"val": [DataLoader(Stream([*samples()][:30]), 10)] * 2}),
 }
 

@@ -64,6 +64,25 @@ class EditsLate(Net):
         return loss
 
 
+class EditsByRank(Net):
+    def on_train_epoch_end(self) -> None:
+        with torch.no_grad():
+            self.net[2].bias[1] += 1e-15 * rank()
+
+
+class FollowsSteps(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.log("loss", loss, sync_dist=True)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), 0.1)
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+        told = {"scheduler": scheduler, "interval": "step", "monitor": "loss"}
+        return [optimizer], [told]
+
+
 class GathersParts(Net):
     """Parts of five and four samples."""
 
@@ -117,6 +136,9 @@ CASES = {
     "edited gradients": in_one(
         HalvesGradients, "A hook has edited gradients", accumulate_grad_batches=3
     ),
+    "a scheduler of every step": in_one(
+        FollowsSteps, "A scheduler that follows a value in every step"
+    ),
     "no loss": in_one(lambda: Returns(lambda loss: None), "every shard needs a loss"),
     "a weight": in_one(lambda: Returns(lambda loss: {"loss": loss, "weight": 1.0}), ALL_OR_NONE),
     "replicas": in_two(
@@ -125,6 +147,7 @@ CASES = {
     "loss.backward()": in_two(LossBackward, "in the place of `self.manual_backward(loss)`"),
     "weight 0": in_two(lambda: Returns(lambda loss: {"loss": loss, "weight": 0.0}), ALL_OR_NONE),
     "random numbers by rank": in_two(Draws, "draws other random numbers"),
+    "edited by rank": in_two(EditsByRank, "net.2.bias of process 1 is not that of process 0"),
     "parts": in_two(GathersParts, "all_gather of tensors of different shapes"),
     "LBFGS": in_two(Searches, "LBFGS decides by the loss"),
     "another Trainer": in_two(

@@ -159,19 +159,15 @@ def test_mistakes_end_in_one_line(fits: Fits, sweep: Callable, main: Callable, c
     assert sweep() == 2
     write([0.1], parameters={LR: {"min": 0.1, "max": float("nan")}}, method="random", run_cap=1)
     assert sweep() == sweep("--count=0") == sweep("--sweep_dir=") == 2
+    write([], parameters={"model": {"parameters": {"lr": {"values": [0.1]}}}})
+    assert sweep() == 2
     first, second, third, *others = capsys.readouterr().err.splitlines()
     assert "with --count=20" in first and f"--{LR}: the sweep sets it" in second
     assert "is not a sweep" in third and not fits.given
     assert ["error: --data.val_size=0: " in line for line in others[:3]] == [True] * 3
     assert f"--{LR}: {{'max': nan, 'min': 0.1}}: min is below max" in others[3]
     assert "--count=0: a number from 1" in others[4] and "--sweep_dir= has no" in others[5]
-
-
-def test_a_trial_does_not_tune_on_the_test_set(main: Callable[..., int], capsys: Any) -> None:
-    args = (*CPU, "--trainer.limit_train_batches=1", "--trainer.limit_val_batches=1")
-    assert main("fit", *args, "--output.test=false", "--data.val_size=0") == 2
-    out, err = capsys.readouterr()
-    assert "test set" in err and "epoch" not in out
+    assert "--model: {'parameters': " in others[6] and "but dotted names" in others[6]
 
 
 def test_commands_of_the_pages_are_taken() -> None:

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import IO, Any
 
 import pytest
-import torch
 
 from lightning_mgpu.testing import __main__ as suite
 from lightning_mgpu.testing import check_strategy
@@ -76,7 +75,6 @@ def test_manual_allreduce_keeps_its_promises(promises: list[str]) -> None:
 def test_cases_see_something(tmp_path: Path) -> None:
     """Nothing that is compared is empty, and a case that trains another way sees other numbers."""
     seen = {name: case(Run(str(tmp_path), "auto", 1, "cpu", {})) for name, case in PROMISES.items()}
-    assert torch.equal(seen["every sample once in evaluation"], torch.ones(107, dtype=torch.int64))
     assert len(seen["logging in evaluation"][0]) == 3 and len(seen["save and resume"]) == 3
     weights = [each["net.0.weight"] for each in seen.values() if isinstance(each, dict)]
     num_different = len({float(weight.sum()) for weight in weights})
@@ -92,12 +90,12 @@ def test_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -
     more = ["--devices", "3", "--options", "replicas=6"]
     monkeypatch.setattr("sys.argv", ["testing", "manual_allreduce", *more])
     assert suite.main() == 0
-    assert "(1) 3 {'replicas': 6}" in capsys.readouterr().out
+    assert "manual_allreduce, clipping: refused 3 {'replicas': 6}" in capsys.readouterr().err
     monkeypatch.setattr("sys.argv", ["testing", "auto", "ddp"])
     assert suite.main() == 1
     lines = capsys.readouterr().out.splitlines()
     assert "| promise | `auto` | `ddp` |" in lines and "| parameters | yes | yes |" in lines
-    assert "| clipping | refused (1) | no (2) |" in lines and lines[-1] == "(2) off by 2  "
+    assert "| clipping | refused | no |" in lines
 
 
 def test_a_mistake_ends_the_command(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
