@@ -40,6 +40,8 @@ def constructor_errors(*more: type[Exception]) -> Iterator[None]:
         cause: BaseException = error
         while cause.__cause__ is not None and "jsonargparse" in last_frame(cause)[0].parts:
             cause = cause.__cause__
+        if "jsonargparse" in last_frame(cause)[0].parts:  # a union's, which tells of all its types
+            raise UsageError(explain(str(error), {}, ())) from error
         if isinstance(cause, (ValueError, MisconfigurationException, ModuleNotFoundError, *more)):
             raise UsageError(str(cause)) from error
         raise cause from cause.__cause__  # without what jsonargparse wraps around it

@@ -3,7 +3,8 @@
     python -m lightning_mgpu allreduce my_allreduce.chain_allreduce --devices 4
     python -m lightning_mgpu allreduce textbook ring top_k --devices 8 --link nvlink --sweep
 
-An allreduce runs once, without numbers; an exchange on a random matrix. Times are computed: a round
+An allreduce runs once, without numbers; an exchange 64 times on a normal matrix per device, the
+same in each step: by error feedback, the error of the sum comes near 0. Times are computed: a round
 lasts as long as its largest message, no two pairs share a link, and sums take no time.
 """
 
@@ -15,7 +16,7 @@ import torch
 
 from lightning_mgpu.allreduce import check_allreduce, find_allreduce
 from lightning_mgpu.drawing.picture import draw, draw_times
-from lightning_mgpu.drawing.trace import Trace, trace
+from lightning_mgpu.drawing.trace import NUM_STEPS, Trace, trace
 from lightning_mgpu.tools import make_parser
 
 LINKS = {  # seconds per message (NVLink's are PCIe's), bytes per second: d2l.ai, 'Hardware'
@@ -52,7 +53,7 @@ def allreduce_command(arguments: list[str]) -> None:
 
     for name, function in functions.items():
         if isgeneratorfunction(function):
-            print(f"{name}: an exchange, on at most 512 x 512 numbers")
+            print(f"{name}: an exchange, on at most 256 x 256 numbers")
             find("check_exchange")(function)
         else:
             check_allreduce(function, [torch.device("cpu")] * args.devices)
@@ -63,6 +64,10 @@ def allreduce_command(arguments: list[str]) -> None:
         print(f"{name}: {len(each.messages)} messages in {each.num_rounds} rounds, {ms:.4g} ms")
         print(f"  n = {n / 1e6:g} MB; a device sends at most {max(each.sent) / n:.4g} n")
         print(f"  it gets at most {max(each.received) / n:.4g} n; an allreduce needs {least:.4g} n")
+        if each.errors:
+            share, (first, *_, last) = max(each.sent) / n / max(each.k - 1, 1), each.errors
+            print(f"  it sends {share:.3%} of its tensor to each other device")
+            print(f"  off the exact sum by {first:.2%}, and over {NUM_STEPS} steps by {last:.2%}")
     figure = draw(traces)
     if args.sweep:
         sizes, ks = (0.001, 0.064, 0.5, 45, 160, 7000), (2, 4, 8, 16, 32, 64)

@@ -1,5 +1,7 @@
 """Which messages an allreduce sends, and when. It runs once, on tensors without numbers.
 
+An exchange runs on numbers, and tells how far it is from the exact sum, too.
+
 *Owner computes*: an operation runs on the device of the tensor that it changes, else on that of its
 first operand. A tensor of another device that it reads is a message, with the bytes that it has; so
 is `.to(device)`. New memory belongs to the device it is made on. Any device but the k is the host.
@@ -21,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 HOST = torch.device("cpu")
+NUM_STEPS = 64  # of an exchange
 Part = tuple[int, int]  # of a memory: the first byte, and the first one after it
 
 
@@ -38,6 +41,7 @@ class Trace:
         self.k, self.nbytes, self.num_rounds = k, nbytes, 0
         self.sent, self.received = [0] * (k + 1), [0] * (k + 1)  # bytes by device
         self.messages: list[Message] = []
+        self.errors: list[float] = []  # relative, of an exchange's results: of their sum so far
         self._busy: set[tuple[str, int, int]] = set()
 
     def send(self, source: int, target: int, nbytes: int, ready: int) -> int:
@@ -82,27 +86,34 @@ def trace(function: Callable, k: int, numel: int) -> Trace:
 
 
 def trace_exchange(exchange: Callable, k: int, numel: int) -> Trace:
-    """Run a generator function on k small random matrices: a `yield` goes from each to all."""
+    """Run a generator function on k small random matrices: a `yield` goes from each to all.
+
+    The messages are those of the first step. All steps get the same numbers.
+    """
 
     def endless(step: Any) -> Any:
-        yield from step
+        results.append((yield from step))
         while True:
             yield ()
 
-    side, steps = math.isqrt(min(numel, 2**18)), []
-    for replica in range(k):
-        names = {"name": "weight", "replica": replica, "num_replicas": k, "seed": 0}
-        state = type("State", (dict,), names)()
-        steps.append(endless(exchange(torch.randn(side, side), state)))
-    result, sent = Trace(k, 4 * side * side), None
-    while True:
-        sent = [step.send(sent) for step in steps]
-        sizes = [sum(t.nbytes for t in tree_leaves(each)) for each in sent]
-        if not sizes[0]:
-            return result
-        for shift in range(1, k):  # in a round, all send and all receive
-            for i, nbytes in enumerate(sizes):
-                result.send(i, (i + shift) % k, nbytes, ready=0)
+    names = {"name": "weight", "num_replicas": k, "seed": 0}
+    states = [type("State", (dict,), names | {"replica": replica})() for replica in range(k)]
+    side, generator = math.isqrt(min(numel, 2**16)), torch.Generator().manual_seed(0)
+    Xs = torch.randn(k, side, side, generator=generator)
+    result, total = Trace(k, 4 * side * side), torch.zeros(side, side).double()
+    for number in range(1, NUM_STEPS + 1):
+        results: list[Tensor] = []
+        steps = [endless(exchange(*pair)) for pair in zip(Xs.clone(), states)]
+        sent = [step.send(None) for step in steps]
+        while (sizes := [sum(t.nbytes for t in tree_leaves(each)) for each in sent])[0]:
+            for shift in range(1, k) if number == 1 else ():  # in a round, all send and receive
+                for i, nbytes in enumerate(sizes):
+                    result.send(i, (i + shift) % k, nbytes, ready=0)
+            sent = [step.send(sent) for step in steps]
+        total += results[0]
+        exact = number * Xs.sum(0).double()
+        result.errors.append(float((total - exact).norm() / exact.norm()))
+    return result
 
 
 class Located(Tensor):

@@ -62,6 +62,9 @@ MISTAKES = {  # a command line, and what its lines must say
     "fit --config=experiment/lenet_fast.yaml": ("No module named 'timm': pip install timm",),
     f"fit {SMALL} --trainer.strategy=manual_allreduce --trainer.strategy.replicas=2 "
     "--trainer.strategy.allreduce=math.fsum": ("allreduce math.fsum raised ValueError",),
+    "fit --trainer.strategy=manual_allreduce --trainer.strategy.bucket_cap_mb=-1": (
+        "error: bucket_cap_mb=-1.0: needed is a number of MB",
+    ),
     f"test {SMALL} --ckpt_path=other.ckpt --model=LeNet": ("Error(s) in loading state_dict for",),
     f"fit {SMALL} --output.test=false --data.val_size=0": (
         "--output.test=false: but the data val",
@@ -137,7 +140,7 @@ def test_mistake_ends_in_a_few_lines(
     err = capfd.readouterr().err
     _, _, lines = err.partition("error: ")
     assert lines.count("\n") <= 6 and "Traceback" not in err, err
-    assert all(words in lines for words in MISTAKES[args]), err
+    assert all(words in f"error: {lines}" for words in MISTAKES[args]), err
     assert [path for path in sorted(here.glob("*")) if "cache" not in path.name] == before
 
 

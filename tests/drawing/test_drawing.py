@@ -139,12 +139,17 @@ def is_silent(X: Tensor, state: Any) -> Iterator[Any]:
 
 def exchange(X: Tensor, state: Any, rank: int = 2) -> Iterator[Any]:
     """Sends `rank` rows, then as many columns and their number."""
-    assert (state.name, state.num_replicas) == ("weight", 3) and not state
+    assert (state.name, state.num_replicas, state.seed) == ("weight", 3, 0)
     rows = yield X[:rank]
     assert torch.equal(rows[state.replica], X[:rank])
-    state["rest"] = X
     yield X[:, :rank], torch.tensor(rank)
-    return sum(rows)
+    return torch.cat([sum(rows), torch.zeros_like(X[rank:])])
+
+
+def is_late(X: Tensor, state: Any) -> Iterator[Any]:
+    """It returns the sum of the step before."""
+    before, state["sum"] = state.get("sum", torch.zeros_like(X)), sum((yield X))
+    return before
 
 
 def test_an_exchange_goes_from_each_to_all() -> None:
@@ -152,6 +157,8 @@ def test_an_exchange_goes_from_each_to_all() -> None:
     assert result.nbytes == 400 and result.num_rounds == 4
     assert sorted(m.nbytes for m in result.messages) == [80] * 6 + [88] * 6
     assert result.sent[:3] == result.received[:3] == [2 * 80 + 2 * 88] * 3
+    assert result.errors == pytest.approx([result.errors[0]] * 64) and result.errors[0] > 0.5
+    assert trace(is_late, 2, 100).errors == pytest.approx([1 / n for n in range(1, 65)])
 
 
 def test_picture() -> None:
@@ -171,7 +178,7 @@ def test_command(main: Callable[..., int], tmp_path: Path, capsys: Any, monkeypa
     assert "sharded: 24 messages in 6 rounds, 15.03 ms" in said and "1.5 n" in said
     for page, file, told in (
         ("README.md", "my_allreduce", "chain_allreduce: 6 messages in 6 rounds, 60.03 ms"),
-        ("docs/exchanges.md", "my_half", "an exchange, on at most 512 x 512 numbers"),
+        ("docs/exchanges.md", "my_half", "an exchange, on at most 256 x 256 numbers"),
     ):
         text = (REPOSITORY / page).read_text()
         [code] = re.findall(rf"```python\n# {file}.py\n(.*?)```", text, re.DOTALL)
@@ -181,8 +188,12 @@ def test_command(main: Callable[..., int], tmp_path: Path, capsys: Any, monkeypa
         said = capsys.readouterr().out
         assert told in said
     assert "sends at most 1.5 n" in said  # of numbers of half the size
-    assert main("allreduce", "exact", "ring", "power_sgd") == 0
-    assert "power_sgd: 24 messages in 6 rounds" in capsys.readouterr().out
+    assert "it sends 50.000% of its tensor to each other device" in said
+    assert main("allreduce", "exact", "ring", "power_sgd", "mine.is_late") == 0
+    said = capsys.readouterr().out
+    assert "power_sgd: 24 messages in 6 rounds" in said
+    assert "off the exact sum by 0.00%, and over 64 steps by 0.00%" in said  # exact
+    assert "off the exact sum by 100.00%, and over 64 steps by 1.56%" in said
     assert main("allreduce", "tree", "--sweep", "--link=10gbe", "--picture=times.png") == 0
     assert Path("times.png").exists()
     for args, error in (

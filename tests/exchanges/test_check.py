@@ -1,5 +1,6 @@
 """Exchanges of this package and of users, on small tensors."""
 
+import math
 import re
 from functools import partial
 from pathlib import Path
@@ -82,17 +83,75 @@ PAGE = (Path(__file__).parents[2] / "docs" / "exchanges.md").read_text()
 NAMES, BLOCKS = zip(*re.findall(r"```python\n# (\S+)\.py\n(.*?)```", PAGE, flags=re.DOTALL))
 
 
+NAMESPACE: dict[str, Any] = {"__name__": "page"}
+for block in BLOCKS:
+    exec(block, NAMESPACE)
+
+
 def test_those_of_the_page() -> None:
-    namespace: dict[str, Any] = {"__name__": "page"}
-    for block in BLOCKS:
-        exec(block, namespace)
-    assert len(NAMES) == 4 and "outer" in NAMES[3]
     mean, state = torch.ones(2), dict[str, Any]()
-    steps = [namespace["heavy_ball"](mean, state) for _ in range(2)]
+    steps = [NAMESPACE["heavy_ball"](mean, state) for _ in range(2)]
     torch.testing.assert_close(steps, [0.7 * mean, 0.7 * 1.9 * mean])
-    torch.manual_seed(0)
-    tensors = [torch.randn(9, 30) for _ in range(4)]
-    for name, like in zip(NAMES, (exact, exact, top_k)):
-        assert check_exchange(namespace[name]) == (like is top_k)
-        found, expected = (run_once(each, tensors) for each in (namespace[name], like))
-        torch.testing.assert_close(found, expected, rtol=0, atol=0.01 if "half" in name else 0)
+    names = [name for name in NAMES if name.startswith("my_") and name != "my_outer"]
+    assert names == ["my_exact", "my_half", "my_qsgd", "my_vote", "my_demo"]
+    tensors = [*torch.randn(4, 9, 30, generator=torch.Generator().manual_seed(0))]
+    for name, error in zip(names, (0, 0.01)):
+        found = run_once(NAMESPACE[name], tensors)
+        torch.testing.assert_close(found, sum(tensors), rtol=0, atol=error)
+    for name, has_state in zip(names, (False, False, True, False, True)):
+        assert check_exchange(NAMESPACE[name]) == has_state
+
+
+def test_qsgd_is_unbiased_with_independent_noise() -> None:
+    """Means over steps, in units of what independent noise of two replicas with one X gives."""
+    X = torch.randn(300, generator=torch.Generator().manual_seed(0)).double()
+    exchange, datas = partial(NAMESPACE["my_qsgd"], levels=5), [{}, {}]
+    mean = sum(run_once(exchange, [X, X], datas) for _ in range(400)) / 400
+    level = X.norm() / 5
+    chance = (X.abs() / level).frac()  # of the upper level
+    errors = (mean - 2 * X) / (level * (2 * chance * (1 - chance) / 400).sqrt())
+    assert errors.abs().max() < 4 and 0.8 < errors.square().mean() < 1.2
+
+
+def test_a_vote_has_no_weights() -> None:
+    entries = torch.tensor([0.1, -9.0, 0.0])
+    tensors = [*torch.cartesian_prod(entries, entries, entries).T]
+    by_hand = [[(x > 0) - (x < 0) for x in each] for each in zip(*(X.tolist() for X in tensors))]
+    expected = [(sum(votes) > 0) - (sum(votes) < 0) for votes in by_hand]
+    assert run_once(NAMESPACE["my_vote"], tensors).tolist() == expected
+
+
+def transform(numbers: list[float], is_inverse: bool = False) -> list[float]:
+    """The orthonormal DCT-II or its inverse, by definition."""
+    n = len(numbers)
+
+    def wave(u: int, i: int) -> float:
+        return math.sqrt((2 if u else 1) / n) * math.cos(math.pi * (2 * i + 1) * u / (2 * n))
+
+    pairs = [*enumerate(numbers)]
+    if is_inverse:
+        return [sum(x * wave(u, i) for u, x in pairs) for i in range(n)]
+    return [sum(x * wave(u, i) for i, x in pairs) for u in range(n)]
+
+
+def test_demo_is_the_algorithm_of_its_paper() -> None:
+    """Three steps of two replicas: accumulate, extract, subtract, synchronize."""
+    generator, num, n = torch.Generator().manual_seed(0), 20, 8  # three pieces, the last cut short
+    exchange = partial(NAMESPACE["my_demo"], chunk=n, keep=2, decay=0.9)
+    momenta, datas = [[0.0] * num, [0.0] * num], [{}, {}]
+    for _ in range(3):
+        gradients = [*torch.randn(2, 4, 5, generator=generator, dtype=torch.float64)]
+        expected = [0.0] * num
+        for m, gradient in zip(momenta, gradients):
+            m[:] = [0.9 * a + g for a, g in zip(m, gradient.flatten().tolist())]
+            fast = list[float]()
+            for start in range(0, num, n):
+                parts = transform((m[start : start + n] + [0.0] * n)[:n])
+                smallest = sorted(map(abs, parts))[-2]
+                fast += transform([x if abs(x) >= smallest else 0.0 for x in parts], True)
+            m[:] = [a - q for a, q in zip(m, fast)]
+            expected = [a + q for a, q in zip(expected, fast)]
+        found = run_once(exchange, gradients, datas)
+        torch.testing.assert_close(
+            found.flatten(), torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1e-10
+        )
