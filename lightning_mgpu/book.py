@@ -8,11 +8,11 @@ import time
 from collections.abc import Iterable
 
 import torch
-from matplotlib.figure import Figure
 from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_mgpu.allreduce import textbook_allreduce as allreduce
+from lightning_mgpu.callbacks.curve import plot_curve
 from lightning_mgpu.data import FashionMNIST
 from lightning_mgpu.devices import gpus, synchronize
 
@@ -104,12 +104,8 @@ def train(devices: int, batch_size: int, lr: float, num_epochs: int) -> list[Par
         test_accs.append(evaluate_accuracy(test_iter, device_params[0]))
         values = f"train loss {loss / len(data.train_set):.3f}, test acc {test_accs[-1]:.3f}"
         print(f"epoch {epoch + 1}/{num_epochs}: {values}", flush=True)
-        figure = Figure(figsize=(3.5, 2.5), layout="constrained")
-        axes = figure.add_subplot(xlabel="epoch", ylabel="test acc", xlim=(1, max(num_epochs, 2)))
-        axes.plot(range(1, epoch + 2), test_accs, marker=".")
-        axes.locator_params("x", integer=True)
-        axes.grid()
-        figure.savefig("book.png", dpi=110)
+        curve = plot_curve({"val_acc": dict(enumerate(test_accs, 1))}, "test", best={})
+        curve.savefig("book.png", dpi=110)
     print(f"test acc: {test_accs[-1]:.2f}, {seconds / num_epochs:.1f} sec/epoch on {all_devices}")
     return device_params
 

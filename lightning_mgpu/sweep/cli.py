@@ -30,8 +30,7 @@ from optuna.visualization.matplotlib import plot_slice
 from sqlalchemy.exc import DatabaseError
 
 from lightning_mgpu.cli.options import one_string_per_option, options_by_name
-from lightning_mgpu.cli.yaml_files import read_config, read_default_config
-from lightning_mgpu.runs.directory import flatten
+from lightning_mgpu.cli.yaml_files import read_config
 from lightning_mgpu.runs.metrics import read_rows
 from lightning_mgpu.tools import (
     LAST,
@@ -92,8 +91,7 @@ class Sweep:
         if taken := given & {*self.space, "run_dir", "resume"}:
             raise UsageError(f"--{taken.pop()}: the sweep sets it; leave it out")
         self.shared += [*(f"--config={path}" for path in fit_configs), *fit_args]
-        options_of_all = flatten(read_default_config())
-        options_of_all |= options_by_name(one_string_per_option(self.shared))
+        options_of_all = options_by_name(one_string_per_option(self.shared))
         size = {**options_of_all, **self.space}.get("data.val_size")
         if "0" in map(str, getattr(size, "choices", [size])):
             raise UsageError("--data.val_size=0: trials would tune on the test set")

@@ -1,5 +1,6 @@
 """`python -m lightning_mgpu sweep`: interrupted, killed, in two terminals, failing, mistaken."""
 
+import fcntl
 import os
 import re
 import shlex
@@ -56,6 +57,8 @@ def test_a_killed_sweep_goes_on(
     first.kill()  # which does not reach the trial's process
     first.wait()
     os.killpg(trial, signal.SIGKILL)
+    with (sweep_dir / "trial_000.log").open("a") as log:
+        fcntl.flock(log, fcntl.LOCK_EX)  # it has gone
     monkeypatch.setenv("PYTHONPATH", command.env["PYTHONPATH"])
     assert main(*args) == 0
     log = (sweep_dir / "trial_000.log").read_text()
