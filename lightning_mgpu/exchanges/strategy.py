@@ -131,7 +131,7 @@ class ExchangeStrategy(ManualAllreduceStrategy):
                 copies[-1][name] = X if self.flat else X.view_as(group[0])
         plan = self._plans.setdefault((*groups,), Plan(self.meeting))
         route = run_exchanges(self._function, copies, states, self.world_size, plan)
-        return self._take_results(bucket, [*groups.values()], route)
+        return self._split_results(bucket, [*groups.values()], route)
 
     def _group(self, bucket: Bucket, replicas: list[Gradients]) -> dict[Any, list[Tensor]]:
         """The parameters of each X, by the key of its state, in which the name comes first."""
@@ -144,7 +144,7 @@ class ExchangeStrategy(ManualAllreduceStrategy):
                 groups[str(p.dtype)].append(p)
         return {(dtype, *(keys[p] for p in group)): group for dtype, group in groups.items()}
 
-    def _take_results(self, bucket: Bucket, groups: list[list[Tensor]], route: Any) -> Any:
+    def _split_results(self, bucket: Bucket, groups: list[list[Tensor]], route: Any) -> Any:
         results, num_bytes = yield from route
         self.num_bytes[0] += num_bytes
         found: Gradients = {}
