@@ -23,6 +23,7 @@ from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.seed import isolate_rng
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -43,6 +44,7 @@ FACTS = {
     "names": "logs other values than {names}. Log the same ones in every batch",
 }
 """Facts that the processes compare in every step, and the words for one that differs."""
+STEPS = "training_step", "validation_step", "test_step", "predict_step"
 
 
 class ProcessPerDeviceStrategy(DDPStrategy):
@@ -137,6 +139,11 @@ class ProcessPerDeviceStrategy(DDPStrategy):
         trainer._accelerator_connector.use_distributed_sampler = False
         handle_signals(trainer)
         self.kept = None  # an evaluation may have failed
+        for step in STEPS:
+            if is_param_in_hook_signature(getattr(self.module, step), "dataloader_iter", True):
+                raise MisconfigurationException(
+                    f"{step}(dataloader_iter): an iterator does not tell its batches; take `batch`."
+                )
         hook: Any = MethodType(_on_before_batch_transfer, self.module)
         self.module._on_before_batch_transfer = hook
         if self.is_one_machine:

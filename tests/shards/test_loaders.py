@@ -34,6 +34,11 @@ class Several(Net):
         return self.loss(batch["a"]) + 2 * second
 
 
+class Iterates(Net):
+    def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
+        return self.loss(next(dataloader_iter)[0])
+
+
 class Doubles(Net):
     """In the hooks that move a batch, in their order."""
 
@@ -192,6 +197,11 @@ CASES = {
         "loaders have other shares of their batches, [(0.",
         Several,
         data=lambda: several(60, 30, 5),
+    ),
+    "an iterator": refused(
+        "training_step(dataloader_iter): an iterator does not tell its batches",
+        Iterates,
+        data=lambda: DataLoader(samples(), 10),
     ),
     "together": refused(
         "A batch of 1 samples cannot be shared out to 2", ValidatesSeveral, val=of_two_sizes
