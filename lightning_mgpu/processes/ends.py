@@ -16,6 +16,7 @@ import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+MAIN_PROCESS = "LIGHTNING_MGPU_MAIN_PROCESS"  # the id of the one that starts the others
 SET_DEATH_SIGNAL = 1  # of prctl
 ENDED = "has ended: see any message above, or whether there is enough memory"
 CAUSES = (
@@ -88,6 +89,8 @@ def end_with_main_process(is_on: bool = True) -> None:
     """Let the system end this process when the one that has started it ends."""
     if hasattr(os, "memfd_create"):  # on Linux
         ctypes.CDLL(None).prctl(SET_DEATH_SIGNAL, signal.SIGKILL if is_on else 0)
+        if is_on and str(os.getppid()) != os.environ[MAIN_PROCESS]:
+            raise ProcessEnded("the main process has ended")
 
 
 @cache

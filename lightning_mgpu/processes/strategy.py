@@ -3,6 +3,7 @@
 Launching, ranks and collectives are DDPStrategy's. There is no DDP wrapper.
 """
 
+import os
 import random
 import signal
 from collections.abc import Callable, Iterator, Sequence
@@ -27,7 +28,12 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lightning_mgpu.processes.ends import end_with_main_process, handle_signals, host_group
+from lightning_mgpu.processes.ends import (
+    MAIN_PROCESS,
+    end_with_main_process,
+    handle_signals,
+    host_group,
+)
 from lightning_mgpu.processes.evaluation import ExactLogging
 from lightning_mgpu.processes.meeting import Meeting
 from lightning_mgpu.shards.checksum import checksum
@@ -108,6 +114,8 @@ class ProcessPerDeviceStrategy(DDPStrategy):
     def _configure_launcher(self) -> None:
         if not self.is_alone:  # one process needs no launcher and no process group
             super()._configure_launcher()
+            if not self.is_child:
+                os.environ[MAIN_PROCESS] = str(os.getpid())
 
     def setup_environment(self) -> None:
         if self.num_replicas % self.world_size:

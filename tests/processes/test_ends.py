@@ -127,7 +127,7 @@ def test_a_fit_leaves_no_files_threads_and_memory() -> None:
 
 
 SCRIPT = """
-import os, time
+import os, sys, time
 from tests.strategies.conftest import Net, fit
 class Sleeps(Net):
     def training_step(self, batch, batch_idx):
@@ -135,16 +135,25 @@ class Sleeps(Net):
             print("asleep", flush=True)
             time.sleep(300)
         return self.loss(batch)
+if "late" in sys.argv and "LOCAL_RANK" in os.environ:
+    print("asleep", flush=True)
+    time.sleep(2)
 fit(Sleeps, devices=2, strategy="manual_allreduce")
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_a_signal_ends_both(number: int, command: Any, tmp_path: Path) -> None:
-    """No process is left behind."""
+@pytest.mark.parametrize(
+    ("number", "args"),
+    [
+        pytest.param(signal.SIGKILL, ["late"], marks=pytest.mark.weekly),
+        *((number, []) for number in (signal.SIGKILL, signal.SIGTERM)),
+    ],
+)
+def test_a_signal_ends_both(number: int, args: list[str], command: Any, tmp_path: Path) -> None:
+    """Before they meet, and in a step: no process is left behind."""
     (tmp_path / "train.py").write_text(SCRIPT)
-    process = command.start(launcher=("train.py",))  # the second one sleeps
+    process = command.start(launcher=("train.py", *args))  # the second one sleeps
     assert process.stdout.readline() == "asleep\n"
     process.send_signal(number)
     command.finish(process, timeout=60)
