@@ -116,8 +116,8 @@ class ExchangeStrategy(ManualAllreduceStrategy):
         for (replica, kept), row in zip(self._states.items(), bucket.rows):
             if self.flat and self._is_stateful and kept and not groups.keys() <= kept.keys():
                 rank_zero_warn(
-                    "flat=True: other parameters than before require a gradient. The state of the "
-                    "exchange starts anew."
+                    "flat=True: other parameters than before require a gradient, so the state of "
+                    "the exchange is reset."
                 )
             gradients = dict(zip(bucket.parameters, row))
             copies.append({})

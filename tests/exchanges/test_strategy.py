@@ -139,7 +139,7 @@ def test_flat_sees_all_parameters_of_a_dtype(tmp_path: Path) -> None:
     found = torch.cat([X.flatten() for X in found.values() if X.dtype == torch.float64])
     assert_close(found, double / double.norm() + 0.01)
     run(max_epochs=2).save_checkpoint(tmp_path / "last.ckpt")
-    with pytest.warns(UserWarning, match="The state of the exchange starts anew"):
+    with pytest.warns(UserWarning, match="so the state of the exchange is reset"):
         whole = run(max_epochs=3)
     assert "net.0.weight" not in whole.lightning_module.last
     assert [len(states) for states in whole.strategy._states.values()] == [2, 2]
