@@ -136,7 +136,7 @@ def make_parser(name: str, description: str) -> ArgumentParser:
 def check_range(option: str, value: Any) -> None:
     """Raise a UsageError for a number that is out of the option's range, such as `nan`."""
     low, high = RANGES[option]
-    if not low <= value <= high:
+    if isinstance(value, bool) or not low <= float(value) <= high:
         raise UsageError(f"--{option}={value}: a number from {low:,} to {high:,}")
 
 

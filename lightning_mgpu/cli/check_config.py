@@ -43,5 +43,4 @@ def refuse_numbers(config: dict[str, Any]) -> None:
     for name, value in flatten(config).items():
         if name in RANGES:
             with suppress(TypeError, ValueError):  # None, lists, words such as `auto`
-                value = float(value)  # --trainer.devices=2 is a text
                 check_range(name, value)

@@ -92,8 +92,6 @@ class TrainingCLI(LightningCLI):
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         self.config = self.parse(self.options.args)
-        if isinstance(self.config.seed_everything, bool):
-            raise UsageError("--seed_everything: give a number, such as $RANDOM")
         num = self.config.trainer.devices
         if isinstance(num, str) and not re.fullmatch(r"auto|-?\d[\d, ]*", num):
             raise UsageError(f"--trainer.devices={num}: a number, GPUs such as '[0, 1]', or auto")

@@ -18,6 +18,7 @@ from lightning_mgpu.allreduce import textbook_allreduce
 from lightning_mgpu.cli.errors import one_line_errors
 from lightning_mgpu.cli.training_cli import TrainingCLI
 from lightning_mgpu.processes import ProcessEnded
+from lightning_mgpu.runs.directory import read_run_json
 from lightning_mgpu.tools import UsageError
 
 CPU = "--trainer.accelerator=cpu"
@@ -58,7 +59,6 @@ MISTAKES = {  # a command line, and what its lines must say
     "fit --resume=nowhere": ("--resume=nowhere",),
     "fit --trainer.accelerator=gpu": ("No supported gpu backend found",),
     "fit --trainer.devices=two": ("--trainer.devices=two: a number",),
-    "fit --seed_everything=false": ("--seed_everything: give a number",),
     "fit --config=experiment/lenet_fast.yaml": ("No module named 'timm': pip install timm",),
     f"fit {SMALL} --trainer.strategy=manual_allreduce --trainer.strategy.replicas=2 "
     "--trainer.strategy.allreduce=math.fsum": ("allreduce math.fsum raised ValueError",),
@@ -86,6 +86,7 @@ NUMBERS = (  # an option with a number that it cannot have
     "fit --trainer.strategy=exchange_top_k --trainer.strategy.options.fraction=nan",
     *("allreduce ring --mb=nan", "allreduce ring --mb=1e+300", "allreduce ring --devices=65"),
     *("benchmark --sizes=inf", "benchmark --batch_size=0", "benchmark --run_dir=r --repeats=0"),
+    "fit --seed_everything=false",
     *("network fit --delay_ms=nan", "network fit --mbit=inf", "network fit --machines=0"),
 )
 FILES = {
@@ -210,7 +211,10 @@ def test_code_of_ones_own(
     # without jsonargparse's wrapping
     assert caught.value.__cause__ is None and caught.value.__suppress_context__
     with pytest.raises(ValueError, match="a defect"):
-        main(*run, "--model=own_code.Late")
+        main(*run, "--model=own_code.Late", "--run_dir=late")
+    end = read_run_json(tmp_path / "late")["end"]
+    assert end["state"] == "failed" and "ValueError: a defect" in end["why"]
+    assert "raise ValueError" in (tmp_path / "late" / "error.log").read_text()
 
 
 def test_an_error_of_torchs_code_keeps_its_traceback() -> None:

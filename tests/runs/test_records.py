@@ -29,24 +29,6 @@ def test_run_json(run: Path) -> None:
     assert {"val_acc", "test_acc", "seconds_per_epoch"} < end["metrics"].keys()
 
 
-FAILS = """
-from lightning.pytorch import Callback
-
-class Fails(Callback):
-    def on_train_batch_end(self, *args):
-        raise KeyError("of the user's own")
-"""
-
-
-def test_a_run_that_fails_says_why(fit: Callable[..., int], own: Path) -> None:
-    (own / "own_fails.py").write_text(FAILS)
-    with pytest.raises(KeyError, match="of the user's own"):
-        fit(ONE, "--trainer.callbacks+=own_fails.Fails", "--run_dir=a")
-    end = json.loads((own / "a" / "run.json").read_text())["end"]
-    assert end["state"] == "failed" and "KeyError" in end["why"]
-    assert "raise KeyError" in (own / "a" / "error.log").read_text()
-
-
 def test_loggers_add_to_each_other(fit: Callable[..., int], tmp_path: Path, capfd: Any) -> None:
     """Or none logs. No test is announced where none is made."""
     logger = ("--trainer.logger=CSVLogger", "--trainer.logger.save_dir=more")
