@@ -16,7 +16,7 @@ def train_by_hand(page: dict[str, Any]) -> LightningModule:
     module = page["LanguageModel"]().double()
     module.log = lambda *args, **kwargs: None
     optimizer = module.configure_optimizers()
-    loader = page["Lines"](WINDOW).train_dataloader()
+    loader = page["Texts"](WINDOW).train_dataloader()
     for epoch in range(2):
         loader.sampler.set_epoch(epoch)
         for batch in loader:
@@ -28,7 +28,8 @@ def train_by_hand(page: dict[str, Any]) -> LightningModule:
 
 def test_one_big_batch(make_trainer: Any) -> None:
     page: dict[str, Any] = {"__name__": "my_language_model"}
-    exec(compile(FILES["my_language_model.py"], "docs/adding.md", "exec"), page)
+    # half of the texts take half the time
+    exec(FILES["my_text.py"].replace("3000", "1500") + FILES["my_language_model.py"], page)
     expected = train_by_hand(page)
 
     class Without(page["LanguageModel"]):  # type: ignore[misc]
@@ -48,11 +49,11 @@ def test_one_big_batch(make_trainer: Any) -> None:
                     max_epochs=2,
                     accumulate_grad_batches=num_batches,
                 )
-                trainer.fit(module, datamodule=page["Lines"](WINDOW // num_batches))
+                trainer.fit(module, datamodule=page["Texts"](WINDOW // num_batches))
                 pairs = zip(module.cpu().parameters(), expected.parameters())
                 found.append(max(((a - b).norm() / b.norm()).item() for a, b in pairs))
                 assert trainer.callback_metrics["loss_per_token"] < 2, "it learns: 2.4 is chance"
             assert found[0] < 1e-10
-            assert found[1] > 1e-3 or num_replicas == num_batches == 1
+            assert found[1] > 1e-4 or num_replicas == num_batches == 1
             rows.append(f"| {num_replicas} | {num_batches} | {found[0]:.0e} | {found[1]:.0e} |")
     print("", *rows, sep="\n")

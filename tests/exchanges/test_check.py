@@ -93,12 +93,11 @@ def test_those_of_the_page() -> None:
     steps = [NAMESPACE["heavy_ball"](mean, state) for _ in range(2)]
     torch.testing.assert_close(steps, [0.7 * mean, 0.7 * 1.9 * mean])
     names = [name for name in NAMES if name.startswith("my_") and name != "my_outer"]
-    assert names == ["my_exact", "my_half", "my_qsgd", "my_vote", "my_demo"]
+    assert names == ["my_half", "my_qsgd", "my_vote", "my_demo"]
     tensors = [*torch.randn(4, 9, 30, generator=torch.Generator().manual_seed(0))]
-    for name, error in zip(names, (0, 0.01)):
-        found = run_once(NAMESPACE[name], tensors)
-        torch.testing.assert_close(found, sum(tensors), rtol=0, atol=error)
-    for name, has_state in zip(names, (False, False, True, False, True)):
+    found = run_once(NAMESPACE["my_half"], tensors)
+    torch.testing.assert_close(found, sum(tensors), rtol=0, atol=0.01)
+    for name, has_state in zip(names, (False, True, False, True)):
         assert check_exchange(NAMESPACE[name]) == has_state
 
 
