@@ -24,6 +24,8 @@ RANGES = {  # the smallest and the largest value of an option, where Lightning a
     "data.num_workers": (0, 1024),
     "model.lr": (0, 10**6),
     "model.optimizer.lr": (0, 10**6),
+    "model.optimizer.momentum": (0, 1),
+    "model.optimizer.weight_decay": (0, 10**6),
     "trainer.accumulate_grad_batches": (1, 10**6),
     "trainer.check_val_every_n_epoch": (1, 10**9),
     "trainer.devices": (-1, 4096),

@@ -31,12 +31,7 @@ REPOSITORY = Path(__file__).parents[1]
 OWN = (REPOSITORY / "README.md").read_text().partition("\n## Your own allreduce\n")[2]
 SECTION = (REPOSITORY / "docs" / "adding.md").read_text() + OWN.partition("\n## ")[0]
 FILES = dict(re.findall(r"```(?:python|yaml)\n# (\S+)\n(.*?)```", SECTION, flags=re.DOTALL))
-COMMANDS = [
-    line
-    for block in re.findall(r"```bash\n(.*?)```", SECTION, flags=re.DOTALL)
-    for line in block.splitlines()
-]
-RUNS = [line for line in COMMANDS if line.startswith("python -m lightning_mgpu fit ")]
+RUNS = re.findall("^python -m lightning_mgpu fit .*", SECTION, flags=re.MULTILINE)
 CPU = "--trainer.accelerator=cpu"
 SHORT = (CPU, "--data.source=synthetic", "--trainer.max_epochs=1")
 LIMITS = tuple(f"--trainer.limit_{stage}_batches=2" for stage in ("train", "val", "test"))

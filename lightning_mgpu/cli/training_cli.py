@@ -26,7 +26,7 @@ from lightning_mgpu.cli.check_config import refuse_functions, refuse_numbers
 from lightning_mgpu.cli.errors import constructor_errors, explain, is_restoring
 from lightning_mgpu.cli.help import OPTIONS
 from lightning_mgpu.cli.options import PATHS, Options, read_options
-from lightning_mgpu.cli.yaml_files import END, dump_config
+from lightning_mgpu.cli.yaml_files import dump_config
 from lightning_mgpu.devices import devices
 from lightning_mgpu.processes import ProcessEnded
 from lightning_mgpu.runs import checkpoints
@@ -99,7 +99,7 @@ class TrainingCLI(LightningCLI):
         refuse_functions(self.config_dump)
         refuse_numbers(self.config_dump)
         written = {key: value for key, value in self.config_dump.items() if key not in PATHS}
-        self.config_text = dump_config(written) + END
+        self.config_text = dump_config(written)
         if run_dir := self.options.run_dir:
             refuse_changes(run_dir, self.dump(self.parse([])), self.config_dump)
 

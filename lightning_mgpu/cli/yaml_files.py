@@ -10,7 +10,6 @@ from jsonargparse import get_loader, set_dumper, set_loader
 from lightning_mgpu.tools import PACKAGE, UsageError, program
 
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C, if PyYAML was built with it
-END = "# end\n"  # of a run's config.yaml, so that half a file is not taken for a whole one
 MAX_VALUES = 100_000  # a recipe has a hundred
 plain_load = get_loader("yaml")
 
@@ -50,13 +49,11 @@ def read_config(name: str) -> dict[str, Any]:
 
 
 def read_run_config(path: Path) -> dict[str, Any]:
-    """The `config.yaml` of a run, which has a class for model and data, and its last line."""
+    """The `config.yaml` of a run, which has a class for model and data."""
     config = read_config(str(path))
-    parts = [config.get(key) for key in ("model", "data")]
-    has_classes = all(isinstance(part, dict) and "class_path" in part for part in parts)
-    if not has_classes or END not in path.read_text(encoding="utf-8"):
-        why = "it needs a class_path of model and of data, and the last line, `# end`"
-        raise UsageError(f"{path} is cut short, or of no run: {why}")
+    for key in ("model", "data"):
+        if not isinstance(config.get(key), dict) or "class_path" not in config[key]:
+            raise UsageError(f"{path} has no class_path of {key}: it is cut short, or of no run")
     return config
 
 

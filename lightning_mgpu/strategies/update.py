@@ -113,13 +113,14 @@ class Update:
 
     def _find_mean(self) -> Tensor:
         """The mean loss of the replicas here, without waiting for the device; or that of all."""
-        mean, total = torch.zeros_like(self.losses[0]), sum(self.factors)
-        for loss, factor in zip(self.losses, self.factors):
-            if factor:  # a loss with weight 0 may be NaN: it does not count
-                mean += loss.detach() * (factor / total)
+        rows: Any = [(loss.detach(), factor) for loss, factor in zip(self.losses, self.factors)]
         if self.finds_rate:
-            means, totals = self.strategy.gather(np.array([mean.item(), total]), "losses").T
-            mean.fill_(float(means @ totals) / (float(totals.sum()) or 1.0))
+            here = np.array([[loss.item(), factor] for loss, factor in rows]).reshape(-1)
+            rows = self.strategy.gather(here, "losses").reshape(-1, 2).tolist()
+        mean, total = torch.zeros_like(self.losses[0]), sum(factor for _, factor in rows)
+        for loss, factor in rows:  # in the order of replicas, for the same bits
+            if factor:  # a loss with weight 0 may be NaN: it does not count
+                mean += loss * (factor / total)
         return mean
 
     def count_batch(self, weights: Sequence[float | None]) -> list[float]:

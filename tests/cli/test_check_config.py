@@ -107,7 +107,7 @@ def test_a_strangers_run_directory(
     (here / "a" / "checkpoints").mkdir(parents=True)
     data = {"class_path": "lightning_mgpu.data.FashionMNIST"}
     config = {"seed_everything": 1, "model": model, "data": data}
-    (here / "a" / "config.yaml").write_text(json.dumps(config) + "\n# end\n")
+    (here / "a" / "config.yaml").write_text(json.dumps(config))
     (here / "a" / "run.json").write_text("{}")
     content = {"state_dict": {}, "pytorch-lightning_version": "2.6.0"}
     torch.save(content, here / "a" / "checkpoints" / "a.ckpt")

@@ -69,8 +69,7 @@ MISTAKES = {  # a command line, and what its lines must say
     f"fit {SMALL} --output.test=false --data.val_size=0": (
         "--output.test=false: but the data val",
     ),
-    "fit --resume=cut": ("cut/config.yaml is cut short, or of no run: it needs a class_path",),
-    "fit --resume=half": ("half/config.yaml is cut short", "and the last line, `# end`"),
+    "fit --resume=cut": ("cut/config.yaml has no class_path of data: it is cut short",),
     "fit --config=nul.yaml": ("line 1 has a NUL in a text",),
     "fit --config=digits.yaml": ("digits.yaml cannot be read as YAML",),
     "runs cut": ("metrics.csv is not a CSV file", "move it away"),
@@ -87,14 +86,14 @@ NUMBERS = (  # an option with a number that it cannot have
     *("allreduce ring --mb=nan", "allreduce ring --mb=1e+300", "allreduce ring --devices=65"),
     *("benchmark --sizes=inf", "benchmark --batch_size=0", "benchmark --run_dir=r --repeats=0"),
     "fit --seed_everything=false",
+    "fit --model.optimizer=SGD --model.optimizer.lr=0.1 --model.optimizer.momentum=.nan",
     *("network fit --delay_ms=nan", "network fit --mbit=inf", "network fit --machines=0"),
 )
 FILES = {
     "used/a_file": "",
     "broken.yaml": "trainer: [1, {\n",
     "number.yaml": "wandb: {name: 77950e8}\n",
-    "cut/config.yaml": "model: {class_path: LeNet}\ndata:\n# end\n",
-    "half/config.yaml": "model: {class_path: LeNet}\ndata:\n  class_path: FashionMNIST\n",
+    "cut/config.yaml": "model: {class_path: LeNet}\ndata:\n",
     "cut/run.json": "[1]",
     "cut/metrics.csv": "step\n\xff\n",
     "nul.yaml": 'run_dir: "a\\0b"\n',

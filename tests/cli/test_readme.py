@@ -17,9 +17,8 @@ PAGES = {
     for path in (REPOSITORY / "README.md", *(REPOSITORY / "docs").glob("*.md"))
 }
 TEXT = "\n".join(PAGES.values())
-BLOCKS = re.findall(r"^```bash\n(.*?)^```", TEXT, flags=re.MULTILINE | re.DOTALL)
-COMMAND = re.compile("python -m lightning_mgpu (fit|validate|test|predict) ")
-LINES = [line for block in BLOCKS for line in block.splitlines() if COMMAND.match(line)]
+COMMAND = re.compile("^python -m lightning_mgpu (?:fit|validate|test|predict) .*", re.MULTILINE)
+LINES = COMMAND.findall(TEXT)
 LINKS = [
     (path, link)
     for path, text in PAGES.items()
