@@ -26,7 +26,7 @@ CLASS_HINT = "a class is given by its name, or by its path: my_package.MyClass"
 NOISE_LINE = re.compile(
     r"Does not validate|Subtypes:|Errors:|Parser key|Problem with given class_path|Given value|"
     r"Subclass types expect|a class path|a dict with|Not a valid|Expected a path but|"
-    r"Expected a <class 'NoneType'>"
+    r"Expected a <class '(NoneType|str)'>"
 )
 NOISE = re.compile(r".*callable class: |\.?( Got value: .*)?$")
 

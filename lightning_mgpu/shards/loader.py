@@ -131,7 +131,7 @@ class ShardLoader:
                 continue
             if num > (most or num):
                 raise ValueError(f"{num} samples in a batch of {most}: collate it to tensors.")
-            shards = cut(batch, shard_sizes(num, k))[replicas.start : replicas.stop]
+            shards = cut(batch, shard_sizes(num, [1] * k))[replicas.start : replicas.stop]
             first, _, last = cut(batch, [1, num - 2, 1])
             keys = keys._replace(order=checksum([num, first, last]))
             yield Shards(shards, keys, Probe(0, True))
@@ -184,7 +184,7 @@ class ShardSampler:
     def _cut(self, sampler: Any, batches: Any, *of_pass: Any) -> Iterator[ShardKeys]:
         k, replicas = self.loader.num_shards, self.loader.replicas
         if self.loader.trains:
-            shard_sizes(smallest_batch(sampler) or k, k)  # raises if one is empty
+            shard_sizes(smallest_batch(sampler) or k, [1] * k)  # raises if one is empty
         if self.loader.joins() and (smallest_batch(sampler) or 0) < k:
             batches = join(batches, k)
         for number, batch in enumerate(batches):

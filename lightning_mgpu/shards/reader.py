@@ -55,7 +55,7 @@ def cut_indices(batch: list[Any], num_shards: int, replicas: range, *of_pass: An
     Raises:
         ValueError: If a shard would get no sample.
     """
-    ends = [0, *accumulate(shard_sizes(len(batch), num_shards))]
+    ends = [0, *accumulate(shard_sizes(len(batch), [1] * num_shards))]
     indices = [batch[ends[i] : ends[i + 1]] for i in replicas]
     starts = [ends[i] for i in replicas]
     order = crc32(repr(batch).encode())

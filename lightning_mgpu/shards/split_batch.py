@@ -20,18 +20,23 @@ ARRAYS = (Tensor, np.ndarray)
 PLAIN = (np.ndarray, np.generic, str, bytes, int, float, complex, list, tuple, type(None))
 
 
-def shard_sizes(num_samples: int, num_shards: int) -> list[int]:
-    """Samples per shard, as `torch.tensor_split` cuts them.
+def shard_sizes(num_samples: int, shares: Sequence[float]) -> list[int]:
+    """Samples per shard: each exact share rounded down, or up for the largest remainders.
 
     Raises:
         ValueError: If a shard gets none.
     """
-    if num_samples < num_shards:
+    exact = [num_samples * share / sum(shares) for share in shares]
+    sizes = [int(size) for size in exact]
+    by_remainder = sorted(range(len(sizes)), key=lambda i: sizes[i] - exact[i])
+    for i in by_remainder[: num_samples - sum(sizes)]:
+        sizes[i] += 1
+    if 0 in sizes:
         raise ValueError(
-            f"A batch of {num_samples} samples cannot be shared out to {num_shards} replicas: use "
+            f"A batch of {num_samples} samples cannot be shared out to {len(sizes)} replicas: use "
             "drop_last=True, another batch size, or fewer devices."
         )
-    return [len(range(i, num_samples, num_shards)) for i in range(num_shards)]
+    return sizes
 
 
 def num_samples(batch: Any) -> int:

@@ -30,13 +30,17 @@ class DataParallelStrategy(SingleDeviceStrategy):
     of fewer samples than devices takes fewer devices.
 
     Args:
+        split: The devices' shares of a batch, for example `[0.7, 0.3]`. Equal by default.
         parallel_devices: Instead of the Trainer's. A device may occur twice, or a CPU beside GPUs.
     """
 
     is_in_step = False
 
-    def __init__(self, parallel_devices: list[str] | None = None) -> None:
+    def __init__(
+        self, split: list[float] | None = None, parallel_devices: list[str] | None = None
+    ) -> None:
         super().__init__()
+        self.split = split
         self.parallel_devices = [torch.device(device) for device in parallel_devices or ()]
         self.num_nodes, self._layer_sync, self.cluster_environment = 1, None, None
 
@@ -46,8 +50,12 @@ class DataParallelStrategy(SingleDeviceStrategy):
 
     def _configure_launcher(self) -> None:
         environment: Any = self.cluster_environment
+        k = len(self.parallel_devices)
         refuse(self.num_nodes * environment.world_size() > 1, "runs as one process: use ddp")
         refuse(self._layer_sync is not None, "has no sync_batchnorm: use manual_allreduce or ddp")
+        self.shares = self.split or [1] * k
+        is_wrong = len(self.shares) != k or min(self.shares) <= 0
+        refuse(is_wrong, f"needs {k} shares > 0, not {self.split}")
 
     def all_gather(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         refuse(self.is_in_step, "has no all_gather inside a step, where shards run one by one")
@@ -56,9 +64,8 @@ class DataParallelStrategy(SingleDeviceStrategy):
     def training_step(self, batch: Any, *args: Any) -> Any:
         module: Any = self.lightning_module
         refuse(not module.automatic_optimization, "has no manual optimization: use ddp")
-        num = num_samples(batch) if len(self.parallel_devices) > 1 else 1
-        devices = self.parallel_devices[:num]
-        sizes = shard_sizes(num, len(devices))
+        num = num_samples(batch) if len(self.shares) > 1 else 1
+        sizes, devices = shard_sizes(num, self.shares[:num]), self.parallel_devices[:num]
         # all copies are made before the first shard runs, which may edit what is copied
         copies = [{}, *(copy_tensors(module, device) for device in devices[1:])]
         outputs, states, results = [], set(), module.trainer._results

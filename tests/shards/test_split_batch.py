@@ -22,7 +22,7 @@ NAMES = list("abcdefghij")
 
 
 def split_batch(batch: Any, k: int) -> list[Any]:
-    return cut(batch, shard_sizes(num_samples(batch), k))
+    return cut(batch, shard_sizes(num_samples(batch), [1] * k))
 
 
 @given(st.integers(0, 200), st.integers(1, 20))
@@ -30,8 +30,16 @@ def test_shards_are_those_of_tensor_split(more: int, k: int) -> None:
     num = k + more
     rows = torch.arange(num)
     expected = rows.tensor_split(k)
-    assert shard_sizes(num, k) == [len(shard) for shard in expected]
+    assert shard_sizes(num, [1] * k) == [len(shard) for shard in expected]
     assert all(map(torch.equal, split_batch(rows, k), expected))
+
+
+def test_shares_are_rounded_to_the_nearest_sizes() -> None:
+    assert shard_sizes(10, [0.7, 0.3]) == [7, 3]
+    assert shard_sizes(9, [3, 1]) == [7, 2]
+    for num, shares in ((10, [0.01, 0.99]), (2, [1, 1, 1])):
+        with pytest.raises(ValueError, match="cannot be shared out"):
+            shard_sizes(num, shares)
 
 
 CUT: dict[str, tuple[Any, Any]] = {  # with ten samples: what the last three are

@@ -116,13 +116,16 @@ class Watched(Net):
         return self.loss(batch)
 
 
-@pytest.mark.parametrize("options", [{}, {"parallel_devices": ["cpu"] * 2}])
-def test_shards_devices_and_copies(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "options", [{"split": [0.7, 0.3]}, {"split": [0.3, 0.7]}, {"parallel_devices": ["cpu"] * 2}]
+)
+def test_shares_devices_and_copies(options: dict[str, Any]) -> None:
     """All shards but the first have copies, on one device too; buffers are the first shard's."""
     module, strategy = Watched(), DataParallelStrategy(**options)
     fit(lambda: module, DataLoader(samples(23), 10), strategy=strategy, devices=2, max_epochs=1)
     sizes, devices, are_leaves = zip(*module.shards)
-    assert sizes == (5, 5) * 2 + (2, 1)
+    expected = {0.7: (7, 3) * 2 + (2, 1), 0.3: (3, 7) * 2 + (1, 2)}
+    assert sizes == expected.get(options.get("split", [0])[0], (5, 5) * 2 + (2, 1))
     assert are_leaves == (True, False) * 3
     assert set(devices[1::2]) == {torch.device("cpu") if "parallel_devices" in options else SECOND}
     assert module.running_mean.tolist() == [sum(sizes[::2])] * 2
@@ -145,6 +148,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     "manual optimization": (Manual, {}, "has no manual optimization"),
     "sync_batchnorm": (Net, {"sync_batchnorm": True}, "has no sync_batchnorm"),
     "two machines": (Net, {"num_nodes": 2}, "runs as one process"),
+    "a share too few": (
+        Net,
+        {"strategy": DataParallelStrategy(split=[0.7, 0.3])},
+        "needs 3 shares > 0, not [0.7, 0.3]",
+    ),
     "a parameter set by each shard": (ShiftedByFirstBatch, {}, "loses edits that differ"),
     "all_gather in a step": (Gathers, {}, "has no all_gather inside a step"),
     "no loss of a shard": (lambda: Returns(lambda loss: None), {}, "needs a loss of every shard"),
