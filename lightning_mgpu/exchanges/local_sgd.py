@@ -216,7 +216,7 @@ class LocalSGDStrategy(ExchangeStrategy):
         return {p: (X - p) / self.num_replicas for p, X in self._weights.items()}
 
     def _sum_up(self) -> int:
-        """What the processes must have had alike since differences left for the last time."""
+        """A checksum of facts that must be alike, since differences left for the last time."""
         lrs = [group["lr"] for each in self.optimizers for group in each.param_groups]
         names = [name for name, p in self.module.named_parameters() if p in self._weights]
         facts, self._facts = self._facts, 0
