@@ -26,7 +26,7 @@ CLASS_HINT = "a class is given by its name, or by its path: my_package.MyClass"
 NOISE_LINE = re.compile(
     r"Does not validate|Subtypes:|Errors:|Parser key|Problem with given class_path|Given value|"
     r"Subclass types expect|a class path|a dict with|Not a valid|Expected a path but|"
-    r"Expected a <class '(NoneType|str)'>"
+    r"Expected a <class 'NoneType'>"
 )
 NOISE = re.compile(r".*callable class: |\.?( Got value: .*)?$")
 
@@ -106,6 +106,8 @@ def explain(message: str, given: dict[str, Any], options: Iterable[str]) -> str:
     stripped = [line.strip().removeprefix("- ") for line in message.splitlines()]
     lines = dict.fromkeys(NOISE.sub("", line) for line in stripped if not NOISE_LINE.match(line))
     lines = lines if any(lines) else dict.fromkeys(stripped)
+    if len(lines) > 1:  # a strategy may also be a text
+        lines.pop("Expected a <class 'str'>", None)
     about = [n for n in given if re.search(f"--{n}|['\"]({n}|{last_part(n)})['\"]", message)]
     name = max(about, key=lambda name: (f"--{name}" in message, name.count(".")), default="")
     hint = OPTIONS.get(f"--{name} CLASS", CLASS_HINT)
