@@ -193,9 +193,9 @@ def test_the_same_bits_as_on_one_machine(command: Any, machines: None) -> None:
 def test_four_machines(command: Any, machines: None) -> None:
     files = "--csv=steps.csv", "--picture=steps.png"
     found, out = fingerprint(command, *FAST, *files, "--machines=4", *FIT, "--run_dir=run")
-    assert len(Path("steps.csv").read_text().split()) == 1 + 4 * 2 * 36
-    assert Path("steps.png").read_bytes()[:4] == b"\x89PNG"
-    assert "sent_mb" in Path("run/metrics.csv").read_text()
+    assert len((command.cwd / "steps.csv").read_text().split()) == 1 + 4 * 2 * 36
+    assert (command.cwd / "steps.png").read_bytes()[:4] == b"\x89PNG"
+    assert "sent_mb" in (command.cwd / "run/metrics.csv").read_text()
     rows = re.findall(r"^\| (\d) \| \S+ \| (\S+) \| \d+ % \| .*\d \|$", out, flags=re.MULTILINE)
     assert found == fingerprint(command, *FIT, *ON_ONE)[0]
     assert [row[0] for row in rows] == ["0", "1", "2", "3"]
