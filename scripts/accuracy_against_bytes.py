@@ -6,10 +6,11 @@
 
 Rows and links are those of `exchanges_on_links.py`: a row is a name, the path of an exchange, or a
 label and options. Other options go to every `fit`. Every run keeps its directory under --out. A run
-with the same options, link, F, seed and commit (the last one of `lightning_mgpu/`, and what is not
-committed) is not made again, so after a kill the same command goes on. After each run the script
-writes runs.csv and draws accuracy.png: validation accuracy against the MB that a machine sends, and
-against seconds of training with its evaluations, which `--faster` divides.
+with the same options, link, F, seed and version is not made again, so after a kill the same command
+goes on. The version is the last commit of `lightning_mgpu/`, what is not committed, and the Python
+files of the working directory. After each run the script writes runs.csv and draws accuracy.png,
+with the rows of this command: validation accuracy against the MB that a machine sends, and against
+seconds of training with its evaluations, which `--faster` divides.
 """
 
 import csv
@@ -41,12 +42,13 @@ RESULT = "result.json"  # in a run's directory once it has ended
 
 
 def find_version() -> str:
-    """The last commit of the package, and a checksum of what is not committed."""
+    """The last commit of the package, and a checksum of what is not committed, and of own files."""
     texts = []
     for line in ("log -1 --format=%h -- .", "diff HEAD -- ."):
         git = ["git", "-C", str(Path(__file__).parents[1] / "lightning_mgpu"), *line.split()]
         texts.append(subprocess.run(git, capture_output=True, text=True).stdout.strip())
     commit, edits = texts
+    edits += "".join(path.read_text() for path in sorted(Path().glob("*.py")))
     return f"{commit}-{digest(edits)}" if edits else commit
 
 

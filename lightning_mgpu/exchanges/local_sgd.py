@@ -98,7 +98,10 @@ class LocalSGDStrategy(ExchangeStrategy):
         if every < 1:
             raise ValueError(f"{every=}: it is 1 or more")
         if outer and (outer_lr, outer_momentum) != (1, 0):
-            raise ValueError("`outer_lr` and `outer_momentum` need the default of `outer`")
+            raise ValueError(
+                "`outer_lr` and `outer_momentum`, which exchange_diloco sets, need the default of "
+                "`outer`: take exchange_local_sgd"
+            )
         if not 0 <= delay <= every:
             raise ValueError(f"{delay=}: it is from 0 to {every=}")
         if mix is not None and not (delay and 0 <= mix < 1):

@@ -50,3 +50,16 @@ def test_runs_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
     ]
     assert (tmp_path / "out" / "accuracy.png").exists()
     assert "| twice | 1/1/9,100,3 | 1.00 | 40 | 5 | 0.300, 0.300 |" in capsys.readouterr().out
+
+
+def test_an_edited_function_is_another_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(REPOSITORY / "scripts"))
+    script: Any = pytest.importorskip("accuracy_against_bytes")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("lr = 1")
+    before = script.find_version()
+    assert script.find_version() == before
+    (tmp_path / "mine.py").write_text("lr = 2")
+    assert script.find_version() != before
