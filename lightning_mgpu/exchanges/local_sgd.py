@@ -26,7 +26,7 @@ from torch import Tensor
 from lightning_mgpu.exchanges.check import path_of
 from lightning_mgpu.exchanges.route import exact
 from lightning_mgpu.exchanges.strategy import ExchangeStrategy
-from lightning_mgpu.processes.strategy import FACTS
+from lightning_mgpu.processes.facts import FACTS
 from lightning_mgpu.routes.buckets import Gradients
 from lightning_mgpu.routes.sums import take_all
 from lightning_mgpu.shards.checksum import checksum
@@ -159,15 +159,13 @@ class LocalSGDStrategy(ExchangeStrategy):
             self._weights = {p: p.detach().clone() for p in self._find_trained()}
         return super().training_step(*args, **kwargs)
 
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        output = super().optimizer_step(*args, **kwargs)
+    def end_update(self) -> None:
         self._num_updates += 1
         self.weights_are_equal = False
         if self._num_updates == self.delay:
             self._receive_differences()
         if self._num_updates == self.every:
             self._send_differences() if self.delay else self.exchange_weights()
-        return output
 
     def on_train_end(self) -> None:
         self.exchange_weights()

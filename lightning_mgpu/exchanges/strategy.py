@@ -174,11 +174,15 @@ class ExchangeStrategy(ManualAllreduceStrategy):
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         output = super().optimizer_step(*args, **kwargs)
+        self.end_update()
         if (trainer := self.module.trainer).is_last_batch:
             values = dict(zip(("exchange_mb", "exact_mb"), (self.num_bytes / 1e6).tolist()))
             for logger in trainer.loggers:
                 logger.log_metrics({**values, "epoch": trainer.current_epoch}, trainer.global_step)
         return output
+
+    def end_update(self) -> None:
+        """What comes after an optimizer's step, before bytes are logged."""
 
     def on_train_end(self) -> None:
         super().on_train_end()

@@ -6,8 +6,8 @@ Launching, ranks and collectives are DDPStrategy's. There is no DDP wrapper.
 import os
 import random
 import signal
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import count
 from types import MethodType
 from typing import Any
@@ -21,7 +21,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.environments import LightningEnvironment
-from lightning.pytorch.strategies import DDPStrategy, Strategy
+from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.seed import isolate_rng
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
@@ -35,42 +35,22 @@ from lightning_mgpu.processes.ends import (
     host_group,
 )
 from lightning_mgpu.processes.evaluation import ExactLogging
+from lightning_mgpu.processes.facts import MeetingStrategy
 from lightning_mgpu.processes.meeting import Meeting
-from lightning_mgpu.shards.checksum import checksum
 from lightning_mgpu.shards.generators import Generators
 from lightning_mgpu.shards.loader import ShardLoader
 from lightning_mgpu.shards.reader import Shards
 
-DIFFER = "the processes do not run the same program"
-FACTS = {
-    "seed": "draws other random numbers. Call seed_everything first, and draw as many everywhere",
-    "batches": "has other batches. Seed all alike, and do not split a dataset by rank",
-    "dataset": "has another dataset. Do not split it by rank, and seed what makes it",
-    "parameters": "has other parameters that require a gradient, or in another layout",
-    "names": "logs other values than {names}. Log the same ones in every batch",
-}
-"""Facts that the processes compare in every step, and the words for one that differs."""
 STEPS = "training_step", "validation_step", "test_step", "predict_step"
 
 
-class ProcessPerDeviceStrategy(DDPStrategy):
+class ProcessPerDeviceStrategy(MeetingStrategy):
     """Processes with equal weights, of which each gets its part of every global batch."""
 
     replicas: int | None = None
-    meeting: Any = None  # a `Meeting`, once all processes are there
-    facts = FACTS
     given: Any = None  # the batch as the running loop has got it, with `Shards` in it
-    given_shards: Sequence[Any] = ()  # those of each loader that has not ended
     kept: Generators | None = None  # of outside, where a step or an evaluation draws for itself
     runs_one_of_several = False  # replicas of this process: then none may wait for others
-    why_weights_differ = (
-        "an edit that depends on the rank, a value logged without sync_dist=True, or "
-        "`loss.backward()` in the place of `self.manual_backward(loss)`"
-    )
-
-    @property
-    def module(self) -> Any:
-        return self.lightning_module
 
     @property
     def world_size(self) -> int:
@@ -90,11 +70,6 @@ class ProcessPerDeviceStrategy(DDPStrategy):
         """The numbers of the replicas of this process, among all k."""
         first = self.global_rank * self.num_local
         return range(first, first + self.num_local)
-
-    @property
-    def is_alone(self) -> bool:
-        """Whether there is one process, of one replica or of several."""
-        return self.world_size == 1
 
     @property
     def is_child(self) -> bool:
@@ -128,6 +103,8 @@ class ProcessPerDeviceStrategy(DDPStrategy):
                 f"This Trainer wants {self.world_size} of {running} processes, which would train "
                 "apart: give all Trainers of a script as many devices as have been launched."
             )
+        # `process_dataloader` gives each process its part, also in a `setup` that asks for loaders
+        self.module.trainer._accelerator_connector.use_distributed_sampler = False
         super().setup_environment()
 
     def setup_distributed(self) -> None:
@@ -141,10 +118,9 @@ class ProcessPerDeviceStrategy(DDPStrategy):
         seconds = self._timeout.total_seconds()  # type: ignore[union-attr]
         args = group, seconds, self.module.trainer
         self.meeting = Meeting(self.global_rank, self.world_size, *args)
+        self.sync_generators()
 
     def setup(self, trainer: Trainer) -> None:
-        # `process_dataloader` gives each process its part
-        trainer._accelerator_connector.use_distributed_sampler = False
         handle_signals(trainer)
         self.kept = None  # an evaluation may have failed
         for step in STEPS:
@@ -185,16 +161,6 @@ class ProcessPerDeviceStrategy(DDPStrategy):
             self.kept.put_back()
         self.kept = None
 
-    @contextmanager
-    def draw_apart(self) -> Iterator[None]:
-        """Draw without moving the generators, which only loaders move meanwhile."""
-        self.kept = Generators(self.root_device.type == "cuda")
-        try:
-            yield
-        finally:
-            self.kept.put_back()
-            self.kept = None
-
     def draw_for_loader(self) -> Any:
         """A context for what the loaders of a loop draw, which moves the generators of outside."""
         return nullcontext() if self.kept is None else self.kept.used()
@@ -205,50 +171,9 @@ class ProcessPerDeviceStrategy(DDPStrategy):
             tensor.data.copy_(self.broadcast(tensor.data.cpu()))
         return model
 
-    def gather(self, row: np.ndarray, purpose: str) -> np.ndarray:
-        """Rows (n,) of all processes, on the host: (P, n). The purpose is compared."""
-        return self.meeting.gather(row, purpose)
-
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         if self.meeting is not None:
             self.gather(np.zeros(1, np.uint8), "barrier")
-
-    def compare_facts(
-        self,
-        purpose: str,
-        beside: Sequence[int] | np.ndarray = (),
-        names: Sequence[str] = (),
-        **own: int,
-    ) -> np.ndarray:
-        """A meeting that compares what processes must have alike: the `own` values are of `facts`.
-
-        Returns the bytes `beside` the facts, of all processes: (P, n).
-
-        Raises:
-            RuntimeError: If processes differ in one of the facts.
-        """
-        row = self.facts_to_row(beside, names, **own)
-        return self.check_facts(self.gather(row, purpose), names)
-
-    def facts_to_row(
-        self, beside: Sequence[int] | np.ndarray = (), names: Sequence[str] = (), **own: int
-    ) -> np.ndarray:
-        """What this process brings to a meeting, in bytes: (n,)."""
-        facts = dict.fromkeys(self.facts, 0) | {"names": crc32(repr(names).encode())} | own
-        for each in self.given_shards:
-            for name, value in each.facts.items():
-                facts[name] += value
-        mine = np.array([*facts.values()])
-        return np.concatenate([mine.view(np.uint8), np.asarray(beside, np.uint8)])
-
-    def check_facts(self, rows: np.ndarray, names: Sequence[str] = ()) -> np.ndarray:
-        """The bytes beside the facts, if all processes have brought the same facts."""
-        facts, beside = np.split(rows, [8 * len(self.facts)], axis=1)
-        numbers = np.ascontiguousarray(facts).view(np.int64)
-        for process, i in np.argwhere(numbers != numbers[self.global_rank]).tolist():
-            reason = [*self.facts.values()][i].format(names=names)
-            raise RuntimeError(f"{DIFFER}: process {process}, not {self.global_rank}, {reason}.")
-        return beside
 
     def batch_to_device(self, batch: Any, device: Any = None, dataloader_idx: int = 0) -> Any:
         """Takes the `Shards` of a loop's batch, and hands on what is in them.
@@ -317,25 +242,6 @@ class ProcessPerDeviceStrategy(DDPStrategy):
                 "a data set differ in size. Take a torchmetrics object, for example CatMetric."
             )
         return super().all_gather(tensor, *args, **kwargs)
-
-    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        self.compare_weights()
-        super().save_checkpoint(*args, **kwargs)
-
-    def on_train_end(self) -> None:
-        self.compare_weights()
-
-    def compare_weights(self) -> None:
-        """Raise a RuntimeError if processes hold other weights or buffers."""
-        if self.is_alone:
-            return
-        tensors = dict([*self.module.named_parameters(), *self.module.named_buffers()])
-        digests = self.gather(np.array([*map(checksum, tensors.values())]), "weights")
-        for process, i in np.argwhere(digests != digests[0]).tolist():
-            raise RuntimeError(
-                f"{DIFFER}: {[*tensors][i]} of process {process} is not that of process 0, by "
-                f"{self.why_weights_differ}."
-            )
 
     def teardown(self) -> None:
         if self.meeting is None and not self.is_alone:  # it has only started ("fork") the others

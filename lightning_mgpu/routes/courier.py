@@ -47,17 +47,14 @@ class Courier:
 
         Returns the results of the routes, by key.
         """
-        self._send_waiting()
+        waiting, self._waiting = self._waiting, []
+        for key, route in waiting:
+            self._go_on(key, route, 0, None)
         while self._under_way:
             key, route, number, receive = self._under_way.popleft()
             self._go_on(key, route, number + 1, receive())
         results, self._results = self._results, {}
         return results
-
-    def _send_waiting(self) -> None:
-        waiting, self._waiting = self._waiting, []
-        for key, route in waiting:
-            self._go_on(key, route, 0, None)
 
     def _go_on(self, key: Any, route: Route, number: int, parts: Any) -> None:
         try:

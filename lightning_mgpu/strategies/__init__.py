@@ -11,9 +11,9 @@ The way of a batch through `manual_allreduce`, in every process:
  7.   Update.run_backward a backward pass for each of my replicas          update.py
  8.   exchange_gradients  they go, and the sums come back                  manual_allreduce.py
  9.   Bucket.pack         rows of a bucket: shared memory, or a message    routes/buckets.py
-10.   route               how they travel and are summed                   manual_allreduce.py
+10.   route               how they travel and are summed                   sending.py
 11.   Courier.start       the first message leaves; buffers have their own routes/courier.py
-12.   check_facts         the meeting: is all alike? whose gradients?      processes/strategy.py
+12.   check_facts         the meeting: is all alike? whose gradients?      processes/facts.py
 13.   Courier.finish      messages come, and the user's allreduce sums     routes/courier.py
 14.   set_sums            sums become the gradients of parameters          manual_allreduce.py
 15. compare_weights       before a checkpoint: are all replicas equal?     manual_allreduce.py

@@ -12,35 +12,29 @@ from zlib import crc32
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from torch.optim import LBFGS
 
 from lightning_mgpu.allreduce import check_allreduce, textbook_allreduce
-from lightning_mgpu.processes import ProcessPerDeviceStrategy
-from lightning_mgpu.processes.ends import drop_group
-from lightning_mgpu.routes.buckets import Bucket, Gradients
-from lightning_mgpu.routes.courier import Courier
-from lightning_mgpu.routes.dispatcher import Dispatcher
-from lightning_mgpu.routes.sums import Route, sum_by_all, sum_by_owners, sum_in_place, take_all
+from lightning_mgpu.routes.buckets import Gradients
 from lightning_mgpu.seeds import seed_generators
 from lightning_mgpu.shards.loader import shares_of_batch
 from lightning_mgpu.shards.reader import Shards
-from lightning_mgpu.strategies.buffers import ReplicaBuffers, write_buffers
+from lightning_mgpu.strategies.buffers import write_buffers
 from lightning_mgpu.strategies.loss import scale_gradient
+from lightning_mgpu.strategies.sending import BUFFERS, GradientSender
 from lightning_mgpu.strategies.sync_batchnorm import CPUSyncBatchNorm
 from lightning_mgpu.strategies.update import Update
 
 SEED = "seed of steps"  # of the fit that a checkpoint is of
-BUFFERS = "buffers"  # the key of their route
-BUCKET_CAP_MB = 4.0
 
 
-class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
+class ManualAllreduceStrategy(GradientSender):
     """k replicas of the module, a process per device, equal by a hand-written allreduce.
 
     Args:
@@ -59,12 +53,8 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
         ValueError: When `fit` begins, if `allreduce` does not compute the sum in place.
     """
 
-    sums_in_place = True  # where processes have memory in common; not if `route` sends messages
     update: Update | None = None  # that has begun, and is not over
     shards: Sequence[Any] = ()  # the running batch of each replica here
-    _courier: Any = None
-    _dispatcher: Any = None
-    _is_blocked = False  # in all batches of a window but the last
     _seed = 0  # for what the steps of this fit draw
     _began: Tensor | None = None  # the state of torch's generator when it began
 
@@ -90,6 +80,74 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
         )
         self.allreduce, self.replicas = allreduce, replicas
         self.bucket_cap_mb = bucket_cap_mb
+
+    def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        self.shards = batch.shards if isinstance(batch, Shards) else [batch]
+        update = self._begin_update()
+        user_step = super().training_step
+        outputs = update.run_step(lambda shard: user_step(shard, *args, **kwargs), self.shards)
+        if self.module.automatic_optimization:
+            return update.make_loss(outputs)
+        self.sync_buffers(update)  # there may be no backward pass after them
+        return outputs[0]
+
+    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
+        update, weight = self._begin_update(), kwargs.pop("weight", None)  # of `manual_backward`
+        if not self.module.automatic_optimization:
+            [factor] = update.count_batch([weight])
+            if factor != 1:
+                closure_loss = scale_gradient(closure_loss, factor)
+        closure_loss = self.precision_plugin.pre_backward(closure_loss, self.module)
+        run = self.precision_plugin.backward
+        args = (closure_loss, self.module, optimizer, *args)
+        update.run_backward(lambda: run(*args, **kwargs), self._starting_buckets)
+        if not self._is_blocked:
+            self.exchange_gradients(update.gradients, update.mean_shares)
+            self.update = None
+        return self.precision_plugin.post_backward(closure_loss, self.module)
+
+    @torch.no_grad()
+    def exchange_gradients(self, replicas: list[Gradients], shares: list[float]) -> None:
+        """Leave the sum over all replicas in the `grad` of every parameter.
+
+        Override it to change gradients before they are sent, after the pass; to send them in
+        another way, override `route`.
+
+        Args:
+            replicas: The gradients of each of `local_replicas`, which may be edited: those of the
+                window's batches, summed, times the share of its shard, and GradScaler's scale.
+            shares: The mean of these shares, so that `replicas[i] / shares[i]` is the replica's
+                own mean gradient.
+        """
+        if self.num_replicas > 1 or not self.sums_in_place:
+            buffers = self.update.buffers if self.update else None
+            replicas = [self.exchange_all(replicas, "gradients", buffers)[0]]
+        self.set_sums(replicas[0])
+
+    def set_sums(self, sums: Gradients) -> None:
+        """Make sums the gradients of parameters, beside those of earlier backward passes."""
+        earlier = self.update.earlier if self.update else None
+        for p in self.module.parameters():
+            before, total = (earlier or {}).get(p), sums.get(p)
+            p.grad = total if before is None else before if total is None else before + total
+
+    def find_shares(self) -> list[float]:
+        """The share of each replica here in the samples of the global batch."""
+        return [1.0] if self.num_replicas == 1 else shares_of_batch(self.given, self.shards)
+
+    def gather_weights(self, weights: np.ndarray) -> np.ndarray:
+        """The weights of all replicas' losses."""
+        return self.gather(weights, "weights of losses")
+
+    def _begin_update(self) -> Update:
+        """The one that has begun in this epoch, or a new one."""
+        is_of_before = self.update and self.update.epoch != self.module.trainer.current_epoch
+        if is_of_before and self.module.automatic_optimization:
+            self.sync_buffers()
+            self.update = None
+        if self.update is None:
+            self.update = Update(self)
+        return self.update
 
     def setup(self, trainer: Trainer) -> None:
         if trainer.state.fn != TrainerFn.FITTING:
@@ -117,27 +175,19 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
                 "A scheduler that follows a value in every step would act on the last replica's: "
                 "let it act once per epoch, or leave out `replicas`."
             )
-        is_on_cpu = self.root_device.type == "cpu"
-        # between GPUs messages leave after the meeting: a process that fails before it would leave
-        # the others in a kernel
-        self._waits = not is_on_cpu
         # from torch's generator: two fits of a script draw other numbers, and a fit after the same
         # `seed_everything` the same
         self._began = torch.get_rng_state()
         self._seed = crc32(self._began.numpy().data)
-        self._layout: dict[Tensor, Any] = {}
-        self.update, self._dispatcher, self._is_blocked = None, None, False
-        # of this fit: a group that is kept would hand a failed fit's messages to the next one
-        timeout = timedelta(seconds=2 * self.meeting.timeout)
-        group = None if self.is_alone else dist.new_group(timeout=timeout)
-        self._courier = Courier(self.meeting, group)
-        self._has_memory = self.sums_in_place and bool(self.meeting.cells) and is_on_cpu
-        default = BUCKET_CAP_MB if is_on_cpu else 0
-        self._cap = 1e6 * (default if self.bucket_cap_mb is None else self.bucket_cap_mb)
-        # a module's own pass may edit gradients; of two NCCL groups, only one may send at a time
-        is_own = is_overridden("backward", self.module) or bool(self._layer_sync and not is_on_cpu)
-        is_own |= type(self).exchange_gradients is not ManualAllreduceStrategy.exchange_gradients
-        self._starts_in_pass = self._cap > 0 and not is_own
+        self.update = None
+        # a module's own pass may edit gradients, and an override does
+        own = ManualAllreduceStrategy.exchange_gradients
+        is_own = is_overridden("backward", self.module) or type(self).exchange_gradients is not own
+        self.set_up_courier(is_own)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.module.trainer.fit_loop.total_batch_idx == 1:
+            self.compare_weights()  # after the first batch, and later before each checkpoint
 
     def save_checkpoint(self, checkpoint: Any, *args: Any, **kwargs: Any) -> None:
         super().save_checkpoint({**checkpoint, SEED: self._seed}, *args, **kwargs)
@@ -146,202 +196,10 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
         self._seed = checkpoint.get(SEED, self._seed)
         super().load_optimizer_state_dict(checkpoint)
 
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if self.module.trainer.fit_loop.total_batch_idx == 1:
-            self.compare_weights()  # after the first batch, and later before each checkpoint
-
-    def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        self.shards = batch.shards if isinstance(batch, Shards) else [batch]
-        update = self._begin_update()
-        user_step = super().training_step
-        outputs = update.run_step(lambda shard: user_step(shard, *args, **kwargs), self.shards)
-        if self.module.automatic_optimization:
-            return update.make_loss(outputs)
-        self.sync_buffers(update)  # there may be no backward pass after them
-        return outputs[0]
-
-    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
-        update, weight = self._begin_update(), kwargs.pop("weight", None)  # of `manual_backward`
-        if not self.module.automatic_optimization:
-            [factor] = update.count_batch([weight])
-            if factor != 1:
-                closure_loss = scale_gradient(closure_loss, factor)
-        closure_loss = self.precision_plugin.pre_backward(closure_loss, self.module)
-        run = self.precision_plugin.backward
-        args = (closure_loss, self.module, optimizer, *args)
-        update.run_backward(lambda: run(*args, **kwargs), self._starting_buckets)
-        if not self._is_blocked:
-            with self.meeting.span("sums"):
-                self.exchange_gradients(update.gradients, update.mean_shares)
-            self.update = None
-        return self.precision_plugin.post_backward(closure_loss, self.module)
-
-    def _begin_update(self) -> Update:
-        """The one that has begun in this epoch, or a new one."""
-        if self.update is not None and self.update.epoch != self.module.trainer.current_epoch:
-            self.sync_buffers()
-            self.update = None
-        if self.update is None:
-            self.update = Update(self)
-        return self.update
-
-    def find_shares(self) -> list[float]:
-        """The share of each replica here in the samples of the global batch."""
-        return [1.0] if self.num_replicas == 1 else shares_of_batch(self.given, self.shards)
-
-    def gather_weights(self, weights: np.ndarray) -> np.ndarray:
-        """The weights of all replicas' losses."""
-        return self.gather(weights, "weights of losses")
-
-    @contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
-        """Lightning enters this for all batches of an accumulation window but the last."""
-        self._is_blocked = True
-        try:
-            yield
-        finally:
-            self._is_blocked = False
-
-    @torch.no_grad()
-    def exchange_gradients(self, replicas: list[Gradients], shares: list[float]) -> None:
-        """Leave the sum over all replicas in the `grad` of every parameter.
-
-        Override it to change gradients before they are sent, after the pass; to send them in
-        another way, override `route`.
-
-        Args:
-            replicas: The gradients of each of `local_replicas`, which may be edited: those of the
-                window's batches, summed, times the share of its shard, and GradScaler's scale.
-            shares: The mean of these shares, so that `replicas[i] / shares[i]` is the replica's
-                own mean gradient.
-        """
-        if self.num_replicas > 1:
-            buffers = self.update.buffers if self.update else None
-            replicas = [self.exchange_all(replicas, "gradients", buffers)[0]]
-        self.set_sums(replicas[0])
-
-    def route(self, bucket: Bucket, replicas: list[Gradients]) -> Route:
-        """How a bucket's gradients become sums, one for each parameter. It may be overridden.
-
-        Args:
-            bucket: Its `rows` are copies of the gradients.
-            replicas: The gradients of each of `local_replicas`.
-        """
-        if self._dispatcher.in_place:
-            return sum_in_place(bucket, self.allreduce, self.global_rank)
-        make = sum_by_all if self._dispatcher.is_pair else sum_by_owners
-        return make(bucket, self.allreduce, self.global_rank)
-
-    def exchange_all(
-        self, replicas: list[Gradients], purpose: str, buffers: Any = None, **facts: int
-    ) -> tuple[Gradients, bool]:
-        """Start what has not started, meet, and take what the routes return.
-
-        With `ReplicaBuffers`, the buffers of all replicas are shared, too.
-
-        Returns the results for parameters of which any replica has a gradient, and whether numbers
-        were not finite, of which a route has told by `Bucket.has_spoiled`.
-        """
-        while True:
-            row = self.start_all(replicas, buffers, **facts)
-            flags = self.read_flags(self.gather(row, purpose))
-            if not flags[0]:
-                break
-            self._dispatcher.finish({})  # a hook has edited gradients that were on their way
-        return self.take_results(self._dispatcher.finish(replicas[0]), flags)
-
-    def start_all(self, replicas: list[Gradients], buffers: Any = None, **facts: int) -> np.ndarray:
-        """Start what has not started. Returns the row that this process brings to the meeting."""
-        dispatcher = self._renew_dispatcher()
-        if any(g.layout != torch.strided for each in replicas for g in each.values()):
-            raise MisconfigurationException("Sparse gradients: use nn.Embedding(sparse=False).")
-        is_edited = dispatcher.has_sent_other(replicas)
-        dispatcher.start_rest(replicas, self.route, self._waits)
-        if buffers:
-            self._start_buffers(buffers)
-        spoiled = any(bucket.has_spoiled for bucket in dispatcher.buckets)
-        has_gradient = [any(p in each for each in replicas) for p in dispatcher.layout]
-        trained = crc32(bytes(p.requires_grad for p in dispatcher.layout))
-        beside = np.packbits([is_edited, spoiled, *has_gradient])
-        return self.facts_to_row(beside, (), parameters=trained, **facts)
-
-    def _start_buffers(self, buffers: ReplicaBuffers) -> None:
-        """After the meeting: gloo would abort a process that is at another place."""
-        route = take_all(buffers.to_row(), self.world_size)
-        self._courier.start(BUFFERS, route, waits=True)
-
-    def read_flags(self, rows: np.ndarray) -> list[int]:
-        """Of the rows of all processes: is any edited, is any spoiled, who has a gradient."""
-        count = 2 + len(self._dispatcher.layout)
-        flags: Any = np.unpackbits(self.check_facts(rows), axis=1, count=count)
-        return flags.any(axis=0).tolist()
-
-    def take_results(self, results: dict[Any, Any], flags: list[int]) -> tuple[Gradients, bool]:
-        """What `exchange_all` returns, from the results of routes."""
-        _, has_spoiled, *has_gradient = flags
-        if BUFFERS in results:
-            write_buffers(self.module, results[BUFFERS].view(self.num_replicas, -1))
-        buckets = self._dispatcher.buckets
-        sums = {p: X for bucket in buckets for p, X in zip(bucket.parameters, results[bucket])}
-        present = zip(self._dispatcher.layout, has_gradient)
-        return {p: sums[p] for p, is_there in present if is_there}, bool(has_spoiled)
-
-    def _renew_dispatcher(self) -> Dispatcher:
-        """A new one, if there are other parameters than in the update before."""
-        layout = self.find_layout()
-        if self._dispatcher is None or self._dispatcher.layout != layout:
-            if self._dispatcher is not None and self._dispatcher.num_started:
-                raise RuntimeError("A hook of a backward pass may not change `requires_grad`.")
-            layout_sum = crc32(repr((*layout.values(),)).encode())
-            self.compare_facts("new parameters", parameters=layout_sum)
-            self._courier.kept.clear()
-            args = layout, self.num_local, self._cap, self._courier, self._has_memory
-            self._dispatcher = Dispatcher(*args)
-        return self._dispatcher
-
-    def _starting_buckets(self, before: list[Gradients]) -> Any:
-        """A context for the last backward pass of an update, in which buckets start.
-
-        None starts in the first update, nor in another one with a new layout of parameters.
-        """
-        dispatcher = self._dispatcher
-        if dispatcher is None or not dispatcher.has_messages or not self._starts_in_pass:
-            return nullcontext()
-        is_new = dispatcher.layout != self.find_layout()
-        if is_new or self._is_blocked or self.module.trainer.interrupted:
-            return nullcontext()
-        return dispatcher.within_pass(before, self.route)
-
-    def teardown(self) -> None:
-        if self._courier is not None:
-            drop_group(self._courier.group, self.module.trainer.interrupted)
-        self._courier = self._dispatcher = None  # memory that a garbage collector would keep
-        self.update, self.shards = None, ()
-        super().teardown()
-        if self._began is not None and torch.equal(torch.get_rng_state(), self._began):
-            torch.rand(1)  # else the steps of a script's next fit would draw the same numbers
-        self._began = None
-
-    def set_sums(self, sums: Gradients) -> None:
-        """Make sums the gradients of parameters, beside those of earlier backward passes."""
-        earlier = self.update.earlier if self.update else None
-        for p in self.module.parameters():
-            before, total = (earlier or {}).get(p), sums.get(p)
-            p.grad = total if before is None else before if total is None else before + total
-
-    def find_layout(self) -> dict[Tensor, Any]:
-        """Parameters that require a gradient, or did once, and what processes must find alike."""
-        self._layout = {
-            p: (name, p.dtype, p.shape, p.stride())
-            for name, p in self.module.named_parameters()
-            if p.requires_grad or p.grad is not None or p in self._layout
-        }
-        return self._layout
-
     @contextmanager
     def random_numbers_of(self, i: int, purpose: str) -> Iterator[None]:
         """Random numbers by batch and replica: dropout draws the same in any process."""
-        with self.draw_apart():
+        with isolate_rng(self.root_device.type == "cuda"):
             batch_idx = self.module.trainer.fit_loop.total_batch_idx + 1  # -1 at the first transfer
             seed_generators(self._seed, purpose, batch_idx, self.local_replicas[i])
             yield
@@ -384,3 +242,10 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
     def compare_weights(self) -> None:
         self.sync_buffers()
         super().compare_weights()
+
+    def teardown(self) -> None:
+        self.update, self.shards = None, ()
+        super().teardown()
+        if self._began is not None and torch.equal(torch.get_rng_state(), self._began):
+            torch.rand(1)  # else the steps of a script's next fit would draw the same numbers
+        self._began = None

@@ -144,9 +144,10 @@ class Update:
                 how = "their sum must be finite, and with sync_batchnorm each > 0"
                 raise ValueError(f"Losses of a batch have weights {all_weights.tolist()}: {how}.")
             shares = (here / (total or 1.0)).tolist()
-            before, self.weight = self.weight, self.weight + total
-            self.decay = before / self.weight if self.weight else 1.0
-            scale = self.num_batches * (1 - self.decay)
+            if self.module.automatic_optimization:  # else each call is weighed by itself
+                before, self.weight = self.weight, self.weight + total
+                self.decay = before / self.weight if self.weight else 1.0
+                scale = self.num_batches * (1 - self.decay)
         factors = [share * scale for share in shares]
         self.shares = [old * self.decay + new for old, new in zip(self.shares, factors)]
         self.total_share = self.total_share * self.decay + scale
@@ -188,10 +189,17 @@ class Update:
         """Before a backward pass: parameters have the first replica's gradients so far.
 
         Raises:
-            MisconfigurationException: If a hook has edited one of several replicas' gradients.
+            MisconfigurationException: If a hook has edited one of several replicas' gradients, or
+                if gradients of before might be zeroed meanwhile.
         """
         if self.earlier is None:
             self.earlier = get_gradients(parameters)
+            is_manual = not self.module.automatic_optimization
+            if self.earlier and is_manual and self.strategy._is_blocked:
+                raise MisconfigurationException(
+                    "A pass with sync_grad=False, while parameters have gradients of before: call "
+                    "`zero_grad()` of every optimizer right after its `step()`."
+                )
         elif self.num_local == 1:
             self.gradients = [get_gradients(parameters)]  # as hooks have left them
         elif versions_of([get_gradients(parameters)]) != self.versions:

@@ -59,6 +59,15 @@ class Schedules(Net):
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 
+class AsksInSetup(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.rand(rank() + 1)
+
+    def setup(self, stage: str) -> None:
+        assert self.trainer.estimated_stepping_batches == 12
+
+
 class FindsRate(Net):
     lr = 0.1
 
@@ -149,7 +158,7 @@ def refused(said: str, make: Any = Validated, **loaders: Callable[[], Any]) -> C
     return Case(make, arguments, said, in_one=())
 
 
-STARTED = [*product((Schedules, FindsRate), (balanced, shuffled))]
+STARTED = [*product((Schedules, AsksInSetup, FindsRate), (balanced, shuffled))]
 LEFT_OUT = 'The loss of a shard needs a weight, {"loss": loss, "weight": n}: samples were left'
 CASES = {
     "shuffled, other random numbers": Case(StartsApart),

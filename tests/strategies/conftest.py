@@ -26,12 +26,12 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_mgpu.processes.meeting import Meeting
-from lightning_mgpu.strategies import ManualAllreduceStrategy, manual_allreduce
+from lightning_mgpu.strategies import ManualAllreduceStrategy, sending
 
 IN_MEMORY = "BY_MESSAGES" not in os.environ
 if not IN_MEMORY:  # as between machines, and with one parameter per bucket
     Meeting.map_memory = lambda *_: None  # type: ignore[method-assign]
-    manual_allreduce.BUCKET_CAP_MB = 1e-9
+    sending.BUCKET_CAP_MB = 1e-9
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["torch", "lightning.pytorch", "lightning_mgpu"])
 OFF = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")

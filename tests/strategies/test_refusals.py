@@ -95,6 +95,17 @@ class Draws(Net):
         torch.rand(rank() + 1)
 
 
+class ZeroesLate(Manual):
+    """What it zeroes has been put aside when the window began."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        with optimizer.toggle_model(sync_grad=batch_idx % 2 == 1):
+            self.manual_backward(self.loss(batch))
+        if batch_idx % 2 == 1:
+            optimizer.step()
+
+
 class Returns(Net):
     """Something else for the second shard of a batch of 10."""
 
@@ -144,6 +155,7 @@ CASES = {
     "replicas": in_two(
         Net, "replicas=3 must be a multiple of the 2 processes", lambda: {"replicas": 3}
     ),
+    "old gradients": in_two(ZeroesLate, "call `zero_grad()` of every optimizer right after its"),
     "loss.backward()": in_two(LossBackward, "in the place of `self.manual_backward(loss)`"),
     "weight 0": in_two(lambda: Returns(lambda loss: {"loss": loss, "weight": 0.0}), ALL_OR_NONE),
     "random numbers by rank": in_two(Draws, "draws other random numbers"),

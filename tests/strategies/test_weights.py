@@ -33,6 +33,31 @@ class WeightedManual(Manual, Weighted):
         optimizer.step()
 
 
+class WeightedPasses(WeightedManual):
+    """The gradients of two batches are added, and exchanged once."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        output, optimizer = Weighted.training_step(self, batch, batch_idx), self.optimizers()
+        with optimizer.toggle_model(sync_grad=batch_idx % 2 == 1):
+            self.manual_backward(output["loss"], weight=output["weight"])
+        if batch_idx % 2 == 1:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def by_passes() -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    net = Net().double()
+    optimizer: Any = net.configure_optimizers()
+    for i, (X, y) in enumerate([*loader()] * 2):
+        if (y != 2).any():
+            F.cross_entropy(net.net(X[y != 2]), y[y != 2]).backward()
+        if i % 2 == 1:
+            optimizer.step()
+            optimizer.zero_grad()
+    return net.state_dict()
+
+
 def by_hand(window: int) -> dict[str, Tensor]:
     torch.manual_seed(0)
     net = Net().double()
@@ -61,6 +86,9 @@ CASES = {
     "a window": weighted(window=4),
     "manual optimization": weighted(WeightedManual, in_one=(), in_two=(2,)),
 }
+CASES["two passes"] = CASES["manual optimization"]._replace(
+    make=WeightedPasses, expected=lambda: (by_passes(), {})
+)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -1,0 +1,228 @@
+"""Weights now and then: beside replicas by hand, with a delay, and what is refused."""
+
+import csv
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import seed_everything
+from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.utils.data import DataLoader
+
+from lightning_mgpu.exchanges import ExchangeStrategy, LocalSGDStrategy, top_k
+from lightning_mgpu.strategies import ManualAllreduceStrategy
+from tests.cases import Manual, Validated
+from tests.strategies.conftest import Net, assert_close, attempt, fit, rank, samples
+from tests.test_bits import Random, digest, train
+
+
+class ByHand(Manual, Random):
+    pass
+
+
+class Pretrained(Net):
+    """Gets its weights after the strategy was set up."""
+
+    def on_train_start(self) -> None:
+        vector_to_parameters(flat(self) * 1.5, self.parameters())
+
+
+DILOCO = {"every": 4, "outer_lr": 0.7, "outer_momentum": 0.9}
+APART: dict[str, dict[str, Any]] = {
+    "local_sgd": {"every": 4},
+    "diloco": DILOCO,
+    "delayed": {"every": 4, "delay": 2, "mix": 0.3},
+    "at once": {"every": 1, "delay": 1},
+    "always under way": {**DILOCO, "delay": 4},
+    "delayed diloco": {**DILOCO, "delay": 2},
+    "goes on from X": {"every": 4, "delay": 3, "mix": 0.0},
+}
+
+
+def by_hand(
+    every: int, outer_lr: float = 1, outer_momentum: float = 0, delay: int = 0, mix: float = 0.5
+) -> Tensor:
+    """Two replicas in one process, with torch's own SGD as the outer step."""
+    seed_everything(0, verbose=False)
+    nets: list[Any] = [Pretrained().double(), Pretrained().double()]
+    nets[0].on_train_start()
+    nets[1].load_state_dict(nets[0].state_dict())
+    common = flat(nets[0]).requires_grad_()
+    optimizers = [net.configure_optimizers() for net in nets]
+    outer = torch.optim.SGD([common], outer_lr, outer_momentum, nesterov=outer_momentum > 0)
+
+    def differences() -> Tensor:
+        return common.detach() - (flat(nets[0]) + flat(nets[1])) / 2
+
+    def arrive(sent: Tensor, mix: float) -> None:
+        common.grad = sent
+        outer.step()
+        for net in nets:
+            goes_on = mix * flat(net) + (1 - mix) * common.detach()
+            vector_to_parameters(goes_on, net.parameters())
+
+    num_updates, sent = 0, None
+    for X, y in [*DataLoader(samples(60), 10)] * 2:
+        for net, optimizer, rows in zip(nets, optimizers, (slice(5), slice(5, 10))):
+            optimizer.zero_grad()
+            net.loss((X[rows], y[rows])).backward()
+            optimizer.step()
+        num_updates += 1
+        if sent is not None and num_updates == delay:
+            arrive(sent, mix)
+        if num_updates == every:
+            num_updates, sent = 0, differences()
+            if not delay:
+                arrive(sent, 0)
+    if delay:
+        arrive(sent, mix)  # at the end: what is under way, and then all that has been done
+        arrive(differences(), 0)
+    return common.detach()
+
+
+def flat(net: Any) -> Tensor:
+    return parameters_to_vector(net.parameters()).detach()
+
+
+class Rates(Net):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1 * rank())
+
+
+class Unfreezes(Net):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.net[0].bias.requires_grad_(batch_idx > 1)
+
+
+class FreezesInOne(Net):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.net[0].bias.requires_grad_(rank() == 0 or batch_idx < 2)
+
+
+def equal() -> tuple[ManualAllreduceStrategy, ...]:
+    """Two strategies of equal results."""
+    return ExchangeStrategy(), ManualAllreduceStrategy()
+
+
+def train_apart(directory: Path) -> dict[str, Any]:
+    new, path = LocalSGDStrategy, directory / "last.ckpt"
+    found: dict[str, Any] = {}
+    data = DataLoader(samples(60), 10)
+    for name, options in APART.items():
+        trainer = train(new(**options), Pretrained, data)
+        found[name] = flat(trainer.lightning_module)
+    found["flat"] = flat(train(new(**DILOCO, flat=True), Pretrained, data).lightning_module)
+    found["compressed"] = digest(train(new(4, top_k), Random))
+    found["by hand"] = [digest(train(each, ByHand)) for each in equal()]
+    trainer = train(new(**DILOCO), max_epochs=1)
+    for _ in range(2):
+        trainer.save_checkpoint(path)
+        found.setdefault("saved", []).append(path.read_bytes())
+    for strategy in equal():
+        found.setdefault("frozen", []).append(attempt(train, strategy, FreezesInOne))
+    return found | {
+        each.__name__: attempt(train, new(every=4), each) for each in (Rates, Unfreezes)
+    }
+
+
+def test_weights_now_and_then(tmp_path: Path, in_two_processes: Callable) -> None:
+    found, other = in_two_processes(train_apart, tmp_path)
+    assert isinstance(found, dict), found
+    for name, options in APART.items():
+        assert_close(found[name], by_hand(**options))
+    assert (found["local_sgd"] - found["diloco"]).abs().max() > 1e-3
+    assert torch.equal(found["flat"], found["diloco"])
+    assert found["compressed"] == other["compressed"]
+    assert found["by hand"][0] == found["by hand"][1]
+    assert found["saved"][0] == found["saved"][1], "the second one makes no outer step"
+    for said in found["frozen"]:
+        assert "process 1, not 0, has other parameters that require a gradient" in said
+    for name, said in (
+        ("Rates", "process 1, not 0, had other batches, learning rates or parameters"),
+        ("Unfreezes", "Between two exchanges of weights, `requires_grad` must not change"),
+    ):
+        assert said in found[name] and "\n" not in found[name], found[name]
+    said = attempt(train, LocalSGDStrategy(**DILOCO), resume=tmp_path / "last.ckpt")
+    assert "--trainer.devices=2, which must stay: here it is 1" in said
+
+
+class Drifts(Net):
+    """The second process is late by 6 s, while the first one trains on for 5 s."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.trainer.current_epoch == 0:
+            time.sleep({(1, 3): 6, (0, 4): 5}.get((rank(), batch_idx), 0))
+
+
+class FailsWhileUnderWay(Net):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            raise ValueError("on purpose")
+
+
+class SavesAlone(Net):
+    """The other process sends differences without buffers meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0] = nn.Sequential(self.net[0], nn.BatchNorm1d(self.net[0].out_features))
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if rank() == 0 and batch_idx == 2:
+            self.trainer.save_checkpoint("never.ckpt")
+
+
+def train_with_delay() -> Any:
+    options: Any = {"every": 2, "delay": 1, "timeout": timedelta(seconds=2)}
+    failed = attempt(train, LocalSGDStrategy(**options), FailsWhileUnderWay)
+    trainer = attempt(train, LocalSGDStrategy(**options), Drifts)
+    alone = attempt(train, LocalSGDStrategy(**options), SavesAlone)
+    return trainer if isinstance(trainer, str) else (failed, digest(trainer), alone)
+
+
+def test_a_timeout_counts_from_the_arrival(in_two_processes: Callable) -> None:
+    """And a fit that fails while differences are under way leaves nothing for the next one."""
+    found, other = in_two_processes(train_with_delay)
+    assert found[:2] == other[:2] and "on purpose" in found[0], found
+    for each in (found, other):
+        assert "only one process saves a checkpoint" in each[2] or "has ended" in each[2], each
+
+
+@pytest.mark.parametrize(("every", "num_exchanges"), [(4, 1), (3, 2)])
+def test_bytes_that_are_logged(every: int, num_exchanges: int, tmp_path: Path) -> None:
+    """In the last of six steps, of which the third comes before an evaluation."""
+    strategy, logger = LocalSGDStrategy(every), CSVLogger(tmp_path)
+    options: Any = {"val_check_interval": 0.5, "max_epochs": 1, "logger": logger}
+    fit(Validated, val=DataLoader(samples(), 10), strategy=strategy, **options)
+    with Path(logger.log_dir, "metrics.csv").open() as file:
+        (found,) = filter(None, (row.get("exchange_mb") for row in csv.DictReader(file)))
+    num_bytes = 8 * sum(p.numel() for p in Net().parameters())
+    assert float(found) == pytest.approx(num_exchanges * num_bytes / 1e6)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"every": 0}, "every=0"),
+        ({"every": 2, "delay": 3}, "delay=3: it is from 0 to every=2"),
+        ({"mix": 0.5}, "mix=0.5: it needs a `delay`"),
+        ({"outer": flat, "outer_lr": 0.5}, "the default of `outer`"),
+    ],
+)
+def test_options_that_are_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        LocalSGDStrategy(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "make", "said"),
+    [({"replicas": 2}, Net, "one replica per process"), ({}, Manual, "need automatic optimiz")],
+)
+def test_fits_that_are_refused(options: dict[str, Any], make: Any, said: str) -> None:
+    assert said in attempt(train, LocalSGDStrategy(**options), make)
