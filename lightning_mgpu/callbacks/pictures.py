@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch import Callback, LightningModule, Trainer
 from matplotlib.figure import Figure
 from torch import Tensor
@@ -98,5 +99,5 @@ def plot_mistakes(mistakes: list[tuple[Tensor, int, int]], names: list[str]) -> 
 
 def label_names(trainer: Any, num_classes: int) -> list[str]:
     """The data module's `classes`; numbers if it has none, or more or fewer."""
-    names = getattr(trainer.datamodule, "classes", ())
-    return [*map(str, names if len(names) == num_classes else range(num_classes))]
+    names: Any = getattr(trainer.datamodule, "classes", None)  # may be another thing of that name
+    return [*map(str, names if sized_len(names) == num_classes else range(num_classes))]

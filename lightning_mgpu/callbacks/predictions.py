@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -72,7 +73,8 @@ def make_table(trainer: Any, predictions: Any, batch_indices: Any) -> dict[str, 
             case [Path() | (str() | Path(), *_), *_] as samples:
                 chosen = [samples[i] for i in at]
                 table["file"] = [x[0] if isinstance(x, tuple) else x for x in chosen]
-        classes = dict(enumerate(getattr(trainer.datamodule, "classes", ())))
+        names: Any = getattr(trainer.datamodule, "classes", None)
+        classes = dict(enumerate(names)) if sized_len(names) else {}
         for key in batches[0]:
             values = torch.cat([batch[key].cpu() for batch in batches])
             if values.ndim > 2:

@@ -9,7 +9,7 @@ import warnings
 from typing import Any
 
 from lightning_mgpu.cli.help import TOOLS, TRAINER_SUBCOMMANDS, short_help, subcommands
-from lightning_mgpu.tools import UsageError
+from lightning_mgpu.tools import PACKAGE, UsageError, command, program
 
 # Deprecations in torch and Lightning, advice that does not fit data in memory: nothing to act on.
 WARNINGS = (
@@ -53,6 +53,9 @@ def main(cli: Any = None) -> None:
             raise UsageError(f"no subcommand {subcommand!r}: take {', '.join(subcommands())}")
         if subcommand in TRAINER_SUBCOMMANDS:
             run_trainer(subcommand, others, cli)
+        elif cli and program() == PACKAGE and subcommand in ("network", "sweep"):
+            fix = "call main(cli=...) in a package's __main__.py"
+            raise UsageError(f"{subcommand} would start {command()}, without your cli: {fix}")
         else:
             pkgutil.resolve_name(TOOLS[subcommand])(others)
 

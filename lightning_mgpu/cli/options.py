@@ -40,6 +40,8 @@ class Options:
 def read_options(subcommand: str, args: Sequence[str]) -> Options:
     """Find the files, the run, the checkpoint that are named, and what lies below the options."""
     joined = one_string_per_option(args)
+    if "--resume" in joined:
+        raise UsageError("--resume: with which run? --resume=last, or --resume=runs/NAME")
     resumed = [arg.partition("=")[2] for arg in joined if arg.startswith("--resume=")]
     joined = [arg for arg in joined if not arg.startswith("--resume=")]
     # as flags they win over files, where `--print_config` writes `weights: null`

@@ -136,6 +136,11 @@ class TrainingCLI(LightningCLI):
             objects = self.parser.instantiate(self.config)
         self.model, self.datamodule = objects.model, objects.data
         self.best, self.output = objects.checkpoint, objects.output
+        is_new = not self.options.run_dir and not self.weights and not self.ckpt_path
+        has_loader = is_overridden("train_dataloader", self.model)
+        if is_new and has_loader and "data" not in self.options.given:
+            told = "its loaders would give way to those of --data"
+            raise UsageError(f"--model has a train_dataloader: {told}: name a data module")
         if not self.output.test and getattr(self.datamodule, "validates_on_test_set", False):
             raise UsageError("--output.test=false: but the data validate on the test set")
         self.output.notes, seed = self.notes, self.config.seed_everything

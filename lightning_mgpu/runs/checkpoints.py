@@ -24,7 +24,10 @@ from lightning_mgpu.tools import EXCHANGE, LAST, UsageError, replacing
 END = "end.ckpt"  # the weights at the end of a run that has stopped within an epoch
 KEY = "lightning_mgpu"  # under which a checkpoint has what `LastCheckpoint` adds to Lightning's
 # in names of metrics; a short one is a word, as `val_cancer_auc` has no character error rate
-FALLS = re.compile("loss|perplexity|(?<![a-z])(err(ors?)?|mae|r?mse|nll|ppl|wer|cer)(?![a-z])")
+FALLS = re.compile(
+    "loss|perplexity|entropy|"
+    "(?<![a-z])(err(ors?)?|mae|mape|r?mse|nll|b?ce|ppl|wer|cer|fid)(?![a-z])"
+)
 PREFIX = re.compile(r"(module\.|model\.|net\.|_orig_mod\.)*")  # of the names of weights
 
 

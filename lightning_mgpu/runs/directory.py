@@ -14,13 +14,14 @@ from lightning_mgpu.tools import PART, UsageError
 
 CONFIG, RUN_JSON = "config.yaml", "run.json"
 MODEL = "model.txt"  # written when the first batch comes
+OWN_CHECKPOINTS = "own_checkpoints"  # of the user's callbacks
 RUN_DIR_ENV = "LIGHTNING_MGPU_RUN_DIR"  # tells the processes that `ddp` starts where their run is
 
 
 def name_run_dir(run_dir: str | None, root: str | None, *parts: object) -> Path:
     """Where a new run will be: `run_dir`, or a name of time and `parts` in `root` or `runs/`."""
     if rank_zero_only.rank != 0:  # type: ignore[attr-defined]
-        return Path(os.environ.get(RUN_DIR_ENV, "runs"))
+        return Path(run_dir or os.environ.get(RUN_DIR_ENV, "runs"))
     now = f"{datetime.now():%Y-%m-%d_%H-%M-%S-%f}"[:-3]  # milliseconds tell runs apart
     path = Path(run_dir or Path(root or "runs", "_".join(map(str, (now, *parts)))))
     # a kill may leave it without its first file, config.yaml
@@ -71,7 +72,8 @@ def config_beside(ckpt_path: str | Path) -> Path | None:
     """The configuration of the run whose directory, or whose `checkpoints/`, has a checkpoint."""
     directory = Path(ckpt_path).absolute().parent
     # no further up: a config.yaml in a shared directory may be anybody's
-    places = [directory, *([directory.parent] if directory.name == "checkpoints" else [])]
+    is_inside = directory.name in ("checkpoints", OWN_CHECKPOINTS)
+    places = [directory, *([directory.parent] if is_inside else [])]
     runs = (path for path in places if (path / CONFIG).is_file() and (path / RUN_JSON).is_file())
     return next((path / CONFIG for path in runs), None)
 

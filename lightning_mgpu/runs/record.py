@@ -26,9 +26,11 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from lightning_mgpu.devices import describe_devices, devices
+from lightning_mgpu.runs.checkpoints import BestCheckpoint
 from lightning_mgpu.runs.directory import (
     CONFIG,
     MODEL,
+    OWN_CHECKPOINTS,
     RUN_JSON,
     flatten,
     lock_run_dir,
@@ -62,7 +64,9 @@ class RunRecord(Callback):
         self.lock = lock_run_dir(self.run_dir) if trainer.is_global_zero else None
         for callback in trainer.checkpoint_callbacks:
             if isinstance(callback, ModelCheckpoint):  # else in the first logger's directory
-                callback.dirpath = callback.dirpath or str(self.run_dir / "checkpoints")
+                # apart: two callbacks would write, and delete, files of the same names
+                name = "checkpoints" if isinstance(callback, BestCheckpoint) else OWN_CHECKPOINTS
+                callback.dirpath = callback.dirpath or str(self.run_dir / name)
         run_id = self.begin_files(trainer) if self.lock is not None else None
         if self.wandb_options is not None:
             self.add_loggers(trainer, self.wandb_options, run_id)

@@ -85,6 +85,10 @@ class Sweep:
             self.num_trials: int = count
             self.metric = yaml["metric"]["name"]
             self.direction = yaml["metric"].get("goal", "minimize")
+            if self.direction not in ("minimize", "maximize"):
+                raise ValueError(f"goal: {self.direction}: minimize, or maximize")
+            if "early_terminate" in yaml:
+                raise ValueError("early_terminate: every trial runs to its end; leave it out")
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise UsageError(f"--config={config} is not a sweep: {error!r}") from error
         given = {argument[2:].partition("=")[0] for argument in fit_args}
@@ -215,6 +219,8 @@ def as_text(value: Any) -> str:
 
 
 def distribution(option: str, spec: dict[str, Any]) -> optuna.distributions.BaseDistribution:
+    if "probabilities" in spec:
+        raise ValueError(f"--{option}: probabilities: values count alike; leave them out")
     if "values" in spec:
         values = spec["values"]
         if any(isinstance(value, (list, dict)) for value in values):  # Optuna hashes values

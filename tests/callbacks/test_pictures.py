@@ -3,6 +3,7 @@
 import csv
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -98,6 +99,14 @@ def test_one_logit_is_two_classes(
     make_trainer(callbacks=[TestPictures()]).test(OneLogit(), DataLoader(TensorDataset(X, X[:, 0])))
     assert not list(tmp_path.iterdir())
     assert not [each for each in recwarn if "is not right" in str(each.message)]
+
+
+@pytest.mark.parametrize("classes", [None, 2, ["cat"], ["cat", "dog"]])
+def test_names_of_labels(classes: Any) -> None:
+    trainer = SimpleNamespace(datamodule=SimpleNamespace(classes=classes))
+    assert pictures.label_names(trainer, 2) == (
+        ["cat", "dog"] if classes == ["cat", "dog"] else ["0", "1"]
+    )
 
 
 def test_no_picture_ends_a_run(

@@ -57,6 +57,10 @@ MISTAKES = {  # a command line, and what its lines must say
     "fit --weights torn.ckpt": ("torn.ckpt cannot be read: it is damaged",),
     "fit --run_dir=used": ("--run_dir=used exists and is not empty",),
     "fit --resume=nowhere": ("--resume=nowhere",),
+    "fit --resume": ("--resume: with which run? --resume=last, or",),
+    f"fit {SMALL} --model=lightning.pytorch.demos.boring_classes.BoringModel": (
+        "--model has a train_dataloader: its loaders would give way to those of --data",
+    ),
     "fit --trainer.accelerator=gpu": ("No supported gpu backend found",),
     "fit --trainer.devices=two": ("--trainer.devices=two: a number",),
     "fit --config=experiment/lenet_fast.yaml": ("No module named 'timm': pip install timm",),

@@ -223,6 +223,7 @@ def test_mistakes_raise_a_value_error(make_data: Callable, make_trainer: Callabl
     for kwargs, epochs, said in (
         ({"lr_scheduler": OneCycle}, -1, r"when the run ends: set trainer\.max_epochs"),
         ({"lr": -1}, 1, r"model\.lr, .*Invalid learning rate: -1"),
+        ({"num_classes": 1}, 1, r"logits of shape \(64, 1\): of one logit, the largest one says"),
         ({"lr": 0.1, "optimizer": AdamW}, 1, r"model\.lr=0\.1 is SGD's: set model\.optimizer\.lr"),
     ):
         with pytest.raises(ValueError, match=said):

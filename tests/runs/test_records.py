@@ -9,6 +9,7 @@ from unittest.mock import MagicMock, call
 import pytest
 import wandb
 
+from lightning_mgpu.runs.directory import config_beside
 from lightning_mgpu.runs.metrics import summarize
 from lightning_mgpu.runs.wandb_run import WandbOptions, start_run
 from tests.runs.conftest import metrics
@@ -86,14 +87,21 @@ class Logs(LeNet):
 def test_the_lines_of_everybodys_pages(
     mode: str, fit: Callable[..., int], own: Path, init: MagicMock
 ) -> None:
-    """`self.logger` is W&B's; where that is off they do nothing. All checkpoints are in the run."""
+    """`self.logger` is W&B's; where that is off they do nothing. All checkpoints are in the run.
+
+    Those of a callback are apart, with a `last.ckpt` of their own.
+    """
     (own / "own_logs.py").write_text(LOGS)
-    options = ("--model=own_logs.Logs", "--trainer.callbacks+=ModelCheckpoint", "--run_dir=run")
+    own_callback = ("--trainer.callbacks+=ModelCheckpoint", "--trainer.callbacks.save_last=true")
+    options = ("--model=own_logs.Logs", *own_callback, "--run_dir=run")
     assert fit(ONE, *options, f"--wandb.mode={mode}") == 0
     logged = init.return_value.log.call_args_list
     assert (call({"mine": 3}) in logged) == (mode == "offline")
     assert ("own" in metrics(own / "run")[-1]) == (mode == "disabled")
-    assert {path.parent for path in own.rglob("*.ckpt")} == {own / "run" / "checkpoints"}
+    files = [path.parent for path in own.rglob("*.ckpt")]
+    assert files.count(own / "run" / "checkpoints") == len(files) - 2 == 2
+    last = own / "run" / "own_checkpoints" / "last.ckpt"
+    assert last.exists() and config_beside(last) == own / "run" / "config.yaml"
     assert fit("--model=own_logs.Logs", "--trainer.fast_dev_run=true") == 0
 
 

@@ -162,8 +162,14 @@ def test_mistakes_end_in_one_line(fits: Fits, sweep: Callable, main: Callable, c
     assert sweep() == 2
     write([0.1], parameters={LR: {"min": 0.1, "max": float("nan")}}, method="random", run_cap=1)
     assert sweep() == sweep("--count=0") == sweep("--sweep_dir=") == 2
-    write([], parameters={"model": {"parameters": {"lr": {"values": [0.1]}}}})
-    assert sweep() == 2
+    for more in (
+        {"parameters": {"model": {"parameters": {"lr": {"values": [0.1]}}}}},
+        {"metric": {"name": "val_loss", "goal": "max"}},
+        {"early_terminate": {"type": "hyperband"}},
+        {"parameters": {LR: {"values": [0.1], "probabilities": [1]}}},
+    ):
+        write([0.1], **more)
+        assert sweep() == 2
     first, second, third, *others = capsys.readouterr().err.splitlines()
     assert "with --count=20" in first and f"--{LR}: the sweep sets it" in second
     assert "is not a sweep" in third and not fits.given
@@ -171,6 +177,9 @@ def test_mistakes_end_in_one_line(fits: Fits, sweep: Callable, main: Callable, c
     assert f"--{LR}: {{'max': nan, 'min': 0.1}}: min is below max" in others[3]
     assert "--count=0: a number from 1" in others[4] and "--sweep_dir= has no" in others[5]
     assert "--model: {'parameters': " in others[6] and "but dotted names" in others[6]
+    for line, told in zip(others[7:], ("goal: max:", "early_terminate:", "probabilities:")):
+        assert told in line
+    assert len(others) == 10
 
 
 def test_commands_of_the_pages_are_taken() -> None:
