@@ -5,10 +5,11 @@
         "DiLoCo, every 32=--trainer.strategy=exchange_diloco --trainer.strategy.every=32"
 
 Rows and links are those of `exchanges_on_links.py`: a row is a name, the path of an exchange, or a
-label and options. Other options go to every `fit`. Every run keeps its directory under --out. A run
+label and options. Other options go to every `fit`, which trains by AdamW with a rate of 0.002 if
+none of them says otherwise. Every run keeps its directory under --out. A run
 with the same options, link, F, seed and version is not made again, so after a kill the same command
-goes on. The version is the last commit of `lightning_mgpu/`, what is not committed, and the Python
-files of the working directory. After each run the script writes runs.csv and draws accuracy.png,
+goes on. The version is a checksum of the Python files of the package, of the working directory, and
+of the directories in it. After each run the script writes runs.csv and draws accuracy.png,
 with the rows of this command: validation accuracy against the MB that a machine sends, and against
 seconds of training with its evaluations, which `--faster` divides.
 """
@@ -18,7 +19,7 @@ import hashlib
 import json
 import shlex
 import shutil
-import subprocess
+import sys
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -27,6 +28,7 @@ import numpy as np
 from exchanges_on_links import find_row, make_parser, network_line, read_table, run_network
 from matplotlib.figure import Figure
 
+import lightning_mgpu
 from lightning_mgpu.runs.metrics import read_rows
 
 OPTIONS = (
@@ -42,14 +44,10 @@ RESULT = "result.json"  # in a run's directory once it has ended
 
 
 def find_version() -> str:
-    """The last commit of the package, and a checksum of what is not committed, and of own files."""
-    texts = []
-    for line in ("log -1 --format=%h -- .", "diff HEAD -- ."):
-        git = ["git", "-C", str(Path(__file__).parents[1] / "lightning_mgpu"), *line.split()]
-        texts.append(subprocess.run(git, capture_output=True, text=True).stdout.strip())
-    commit, edits = texts
-    edits += "".join(path.read_text() for path in sorted(Path().glob("*.py")))
-    return f"{commit}-{digest(edits)}" if edits else commit
+    """A checksum of the package, and of the Python files of the working directory."""
+    package, here = Path(lightning_mgpu.__file__).parent, Path()
+    files = [*package.rglob("*.py"), *here.glob("*.py"), *here.glob("*/*.py")]
+    return digest("".join(path.read_text() for path in sorted(files)))
 
 
 def digest(text: str) -> str:
@@ -70,9 +68,12 @@ def train(out: Path, label: str, line: list[str], about: dict[str, Any]) -> dict
         found["cores_are_short"] = "Cores are short" in output
         (run / RESULT).write_text(json.dumps(about | found, indent=2))
     rows = read_rows(run)
-    points = [(row["seconds"], row["sent_mb"], row["val_acc"]) for row in rows if row["val_acc"]]
+    names = "seconds", "sent_mb", "val_acc"
+    points = [[row[name] for name in names] for row in rows if row.get("val_acc")]
+    test = next((float(row["test_acc"]) for row in rows if row.get("test_acc")), None)
+    if test is None or not points:
+        sys.exit(f"{run}: the model has to log val_acc and test_acc, as a Classifier does")
     curve = np.array(points, float) / (about["faster"], 1, 1)
-    test = next(float(row["test_acc"]) for row in rows if row.get("test_acc"))
     seconds, mb, val_acc = curve[-1].round(4).tolist()
     last = {"seconds": round(seconds, 1), "mb": mb, "val_acc": val_acc, "test_acc": round(test, 4)}
     known = json.loads((run / RESULT).read_text())
@@ -96,11 +97,11 @@ def draw(found: list[dict[str, Any]]) -> Figure:
     panels = figure.subplots(len(links), 2, sharey=True, squeeze=False)
     for link, (by_mb, by_seconds) in zip(links, panels):
         for number, label in enumerate(labels):
-            seeds = [e["curve"] for e in found if (e["link"], e["label"]) == (link, label)]
-            if not seeds:
+            curves = [e["curve"] for e in found if (e["link"], e["label"]) == (link, label)]
+            if not curves:
                 continue
-            length = min(map(len, seeds))  # of a run with other options there may be fewer points
-            curves = np.stack([curve[:length] for curve in seeds])
+            length = min(map(len, curves))  # of a run with other options there may be fewer points
+            curves = np.stack([curve[:length] for curve in curves])
             seconds, mb, accuracy = curves.mean(0).T
             for axes, x in ((by_mb, mb), (by_seconds, seconds)):
                 style = {"color": f"C{number}", "marker": "os^vDPX*"[number % 8], "markersize": 4}
@@ -113,8 +114,8 @@ def draw(found: list[dict[str, Any]]) -> Figure:
             title += f", {faster:g} times as fast as a core"
         by_mb.set(xscale="log", xlabel="MB sent per machine", ylabel="validation accuracy")
         by_mb.set_title(title, loc="left", fontsize=10)
-        num = len({each["seed"] for each in found})
-        by_seconds.set_title(f"mean and range of {num} seeds", loc="right", fontsize=10)
+        seeds = ", ".join(sorted({str(each["seed"]) for each in found}))
+        by_seconds.set_title(f"mean and range; seeds: {seeds}", loc="right", fontsize=10)
         by_seconds.set(xlabel="seconds of training, with its evaluations")
         by_seconds.set_xlim(left=0)
         by_seconds.legend(loc="lower right", fontsize=8)

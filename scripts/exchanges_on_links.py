@@ -19,7 +19,7 @@ import re
 import shlex
 import subprocess
 import sys
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from argparse import ArgumentParser, ArgumentTypeError, RawDescriptionHelpFormatter
 from collections.abc import Generator, Sequence
 from functools import partial
 from pathlib import Path
@@ -147,10 +147,16 @@ def measure(row: str, link: str, images: int, faster: float, options: list[str])
     return f"{ms:.0f} ms, {megabytes:.3f} MB"
 
 
+def check_link(link: str) -> str:
+    if link.count(",") not in (1, 2):
+        raise ArgumentTypeError(f"{link!r}: it is ms,Mbit/s or ms,Mbit/s,machines: 20,100")
+    return link
+
+
 def make_parser(description: str | None) -> ArgumentParser:
     options: Any = {"formatter_class": RawDescriptionHelpFormatter, "allow_abbrev": False}
     parser = ArgumentParser(description=description, **options)
-    parser.add_argument("--links", nargs="+", default=["20,100"])
+    parser.add_argument("--links", type=check_link, nargs="+", default=["20,100"])
     parser.add_argument("--images", type=int, default=BATCH, help="of each machine")
     parser.add_argument("--faster", type=float, default=1.0, help="as of `network`")
     return parser

@@ -100,6 +100,8 @@ def fit(place: str, *options: str) -> str:
 
 
 if __name__ == "__main__":
+    if unknown := {*NAMES} - {*ROWS}:
+        sys.exit(f"no row {unknown.pop()}: take {', '.join(ROWS)}; options have a =")
     print("| four replicas |", " | ".join(PLACES), "|")
     print("| --- " * (1 + len(PLACES)) + "|")
     for row in NAMES or ROWS:
