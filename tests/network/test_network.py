@@ -32,7 +32,7 @@ FIT = (
 FEW = "--trainer.limit_train_batches=12"
 IMPATIENT = "--trainer.strategy.timeout=0:0:15"
 FAST = ("network", "--delay_ms=0.5", "--mbit=500")
-ON_ONE = ("--trainer.accelerator=cpu", "--trainer.num_nodes=1", "--trainer.devices=2")
+ON_ONE = ("--trainer.accelerator=cpu", "--trainer.num_nodes=1", "--trainer.devices=1")
 # machine 0 times round trips and then pieces of 2 MB; machine 1 sends back, and then sends
 TALK = """
 import json, os, socket, time
@@ -156,50 +156,56 @@ def test_statuses_and_last_lines(machines: None) -> None:
     assert done.returncode == 137 and "machine 0, exit status -9 (SIGKILL):" in done.stdout
 
 
-def start_training(command: Any, *args: str) -> Any:
-    """The command, when its first epoch is over, and the process of each machine."""
-    process = command.start(*FAST, *FIT, *args)
-    while (line := process.stdout.readline()) and not line.startswith("epoch 1/"):
-        pass
-    assert line, process.stderr.read()
+def start_training(command: Any, *args: str, num_machines: int = 2) -> Any:
+    """The command, when its first epoch is saved, and the process of each machine."""
+    network = (*FAST, f"--machines={num_machines}")
+    process = command.start(*network, *FIT, FEW, "--run_dir=run", *args)
+    while not (command.cwd / "run/checkpoints/last.ckpt").exists():
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.1)
     (link,) = children(process.pid)
     return process, children(link)
 
 
-def fingerprint(command: Any, *args: str) -> tuple[str, str]:
-    """The fingerprint that a command prints, and all that it prints."""
-    code, out, err = command(*args, timeout=200)
-    assert code == 0, f"{out}\n{err}"
-    return re.findall("fingerprint: (.*)", out)[0], out
+def find_fingerprint(out: str) -> str:
+    (found,) = re.findall("fingerprint: (.*)", out)
+    return found
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_the_same_bits_as_on_one_machine(command: Any, machines: None) -> None:
-    """With two of which one is killed, when one machine goes on."""
-
-    whole, _ = fingerprint(command, *FIT, *ON_ONE, FEW)
-    process, workers = start_training(command, "--run_dir=killed", FEW)
-    os.kill(workers[1], signal.SIGKILL)
+def test_the_same_bits_as_on_one_machine(
+    command: Any, machines: None, main: Callable[..., int], capfd: Any
+) -> None:
+    """With four of which one is killed, when one machine goes on."""
+    process, workers = start_training(command, num_machines=4)
+    os.kill(workers[3], signal.SIGKILL)
     code, out, err = command.finish(process, timeout=100)
-    assert code == 2 and "machine 1, exit status -9 (SIGKILL):" in out
+    assert code == 2 and "machine 3, exit status -9 (SIGKILL):" in out
     errors = [line for line in err.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1 and "Traceback" not in err, err
-    assert fingerprint(command, "fit", "--resume=killed", *ON_ONE)[0] == whole
+    capfd.readouterr()
+    found = []
+    for line in (("fit", "--resume=run"), (*FIT, FEW)):
+        assert main(*line, *ON_ONE) == 0
+        found.append(find_fingerprint(capfd.readouterr().out))
+    assert found[0] == found[1]
 
 
 @pytest.mark.weekly
 @pytest.mark.timeout(600)
-def test_four_machines(command: Any, machines: None) -> None:
+def test_two_machines(command: Any, machines: None) -> None:
     files = "--csv=steps.csv", "--picture=steps.png"
-    found, out = fingerprint(command, *FAST, *files, "--machines=4", *FIT, "--run_dir=run")
-    assert len((command.cwd / "steps.csv").read_text().split()) == 1 + 4 * 2 * 36
+    code, out, err = command(*FAST, *files, *FIT, "--run_dir=run", timeout=200)
+    assert code == 0, f"{out}\n{err}"
+    assert len((command.cwd / "steps.csv").read_text().split()) == 1 + 2 * 2 * 36
     assert (command.cwd / "steps.png").read_bytes()[:4] == b"\x89PNG"
     assert "sent_mb" in (command.cwd / "run/metrics.csv").read_text()
     rows = re.findall(r"^\| (\d) \| \S+ \| (\S+) \| \d+ % \| .*\d \|$", out, flags=re.MULTILINE)
-    assert found == fingerprint(command, *FIT, *ON_ONE)[0]
-    assert [row[0] for row in rows] == ["0", "1", "2", "3"]
-    assert sum(float(row[1]) for row in rows) > 3 * 129_068 * 4 / 1e6  # LeNet's gradients
+    assert [row[0] for row in rows] == ["0", "1"]
+    assert all(float(row[1]) > 129_068 * 4 / 1e6 for row in rows)  # LeNet's gradients
+    code, whole, err = command(*FIT, *ON_ONE, timeout=200)
+    assert find_fingerprint(out) == find_fingerprint(whole)
 
 
 def test_the_command_of_the_page(main: Callable[..., int], monkeypatch: Any, capsys: Any) -> None:
@@ -219,8 +225,7 @@ def test_the_command_of_the_page(main: Callable[..., int], monkeypatch: Any, cap
 @pytest.mark.slow
 def test_a_link_process_that_stops_or_ends(command: Any, machines: None) -> None:
     """It goes on; and when it ends, the command ends, too, and says how to go on."""
-    process, _ = start_training(command, "--run_dir=run", "--trainer.max_epochs=99", FEW, IMPATIENT)
-    time.sleep(2)  # until the first epoch is saved
+    process, _ = start_training(command, "--trainer.max_epochs=99", IMPATIENT)
     (link,) = children(process.pid)
     os.kill(link, signal.SIGSTOP)
     time.sleep(2)
@@ -239,7 +244,7 @@ def test_an_ended_command_leaves_nothing(
     number: int, status: int, command: Any, machines: None
 ) -> None:
     """No process is in the namespaces: then these are gone, and so are their TUN devices."""
-    process, workers = start_training(command, "--trainer.max_epochs=1000", FEW)
+    process, workers = start_training(command, "--trainer.max_epochs=1000")
     spaces = {os.readlink(f"/proc/{each}/ns/net") for each in workers}
     assert len(spaces) == 2 and spaces <= namespaces()
     process.send_signal(number)
