@@ -1,4 +1,4 @@
-"""The command line accepts every command of README and docs/; the files that they name exist.
+"""The command line accepts every command of the pages; the files that they name exist.
 
 The commands of a directory that can be deleted are tried by its own tests.
 """
@@ -14,7 +14,8 @@ import pytest
 REPOSITORY = Path(__file__).parents[2]
 PAGES = {
     path: path.read_text()
-    for path in (REPOSITORY / "README.md", *(REPOSITORY / "docs").glob("*.md"))
+    for folder in (".", ".github", "docs")
+    for path in (REPOSITORY / folder).glob("*.md")
 }
 TEXT = "\n".join(PAGES.values())
 COMMAND = re.compile("^python -m lightning_mgpu (?:fit|validate|test|predict) .*", re.MULTILINE)
