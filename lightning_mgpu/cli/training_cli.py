@@ -259,6 +259,8 @@ class TrainingCLI(LightningCLI):
         return dict(tested[0]) if tested else {}
 
     def why_no_best(self) -> str:
+        if self.trainer.fast_dev_run or not self.last.saves:  # type: ignore[attr-defined]
+            return "no checkpoint is saved (fast_dev_run, enable_checkpointing)"
         if self.best.save_top_k == 0:
             return "no best one is kept: save_top_k=0, or the test set would choose"
         if path := self.best.best_model_path:

@@ -85,7 +85,7 @@ class Logs(LeNet):
 
 @pytest.mark.parametrize("mode", ["offline", "disabled"])
 def test_the_lines_of_everybodys_pages(
-    mode: str, fit: Callable[..., int], own: Path, init: MagicMock
+    mode: str, fit: Callable[..., int], own: Path, init: MagicMock, capfd: Any
 ) -> None:
     """`self.logger` is W&B's; where that is off they do nothing. All checkpoints are in the run.
 
@@ -103,6 +103,7 @@ def test_the_lines_of_everybodys_pages(
     last = own / "run" / "own_checkpoints" / "last.ckpt"
     assert last.exists() and config_beside(last) == own / "run" / "config.yaml"
     assert fit("--model=own_logs.Logs", "--trainer.fast_dev_run=true") == 0
+    assert "testing the last epoch: no checkpoint is saved" in capfd.readouterr().out
 
 
 @pytest.mark.slow
