@@ -99,5 +99,5 @@ def plot_mistakes(mistakes: list[tuple[Tensor, int, int]], names: list[str]) -> 
 
 def label_names(trainer: Any, num_classes: int) -> list[str]:
     """The data module's `classes`; numbers if it has none, or more or fewer."""
-    names: Any = getattr(trainer.datamodule, "classes", None)  # may be another thing of that name
+    names: Any = getattr(trainer.datamodule, "classes", None)
     return [*map(str, names if sized_len(names) == num_classes else range(num_classes))]
