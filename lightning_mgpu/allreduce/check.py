@@ -55,12 +55,15 @@ def check_allreduce(allreduce: Allreduce, devices: Sequence[torch.device]) -> No
     name = repr(allreduce)
     if hasattr(allreduce, "__qualname__"):
         name = f"{allreduce.__module__}.{allreduce.__qualname__}"
+    k = len(devices)
     cases = _cases(devices)
     for inputs in cases:
-        _check(f"allreduce {name}", lambda lists: allreduce(lists[0]), [inputs], devices)
+        _check(
+            f"allreduce {name} of {k} tensors", lambda lists: allreduce(lists[0]), [inputs], devices
+        )
     if hasattr(allreduce, "many"):
         for some in ([], cases):
-            _check(f"allreduce {name}.many", allreduce.many, some, devices)
+            _check(f"allreduce {name}.many of {k} tensors", allreduce.many, some, devices)
 
 
 def _cases(devices: Sequence[torch.device]) -> list[list[Tensor]]:

@@ -56,7 +56,9 @@ def allreduce_command(arguments: list[str]) -> None:
             print(f"{name}: an exchange, on at most 256 x 256 numbers")
             find("check_exchange")(function)
         else:
-            check_allreduce(function, [torch.device("cpu")] * args.devices)
+            for k in sorted(checked := {2, 3, 4, args.devices}):
+                check_allreduce(function, [torch.device("cpu")] * k)
+            print(f"{name}: right for k = {', '.join(map(str, sorted(checked)))}")
     print(f"{1e6 * link[0]:g} us per message, {link[1] / 1e9:g} GB/s ({args.link})")
     traces = {name: run(name) for name in functions}
     for name, each in traces.items():

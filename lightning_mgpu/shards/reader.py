@@ -32,6 +32,9 @@ class BatchDataset(Dataset):
         """The shard of the samples `indices` (n,)."""
         raise NotImplementedError
 
+    def __getitem__(self, index: Any) -> Any:
+        raise ValueError("this dataset reads whole shards: give it to batch_loader")
+
 
 class ShardKeys(NamedTuple):
     """A batch sampler yields these in the place of a list of indices."""

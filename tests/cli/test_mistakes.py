@@ -65,7 +65,9 @@ MISTAKES = {  # a command line, and what its lines must say
     "fit --trainer.devices=two": ("--trainer.devices=two: a number",),
     "fit --config=experiment/lenet_fast.yaml": ("No module named 'timm': pip install timm",),
     f"fit {SMALL} --trainer.strategy=manual_allreduce --trainer.strategy.replicas=2 "
-    "--trainer.strategy.allreduce=math.fsum": ("allreduce math.fsum raised ValueError",),
+    "--trainer.strategy.allreduce=math.fsum": (
+        "allreduce math.fsum of 2 tensors raised ValueError",
+    ),
     "fit --trainer.strategy=manual_allreduce --trainer.strategy.bucket_cap_mb=-1": (
         "error: bucket_cap_mb=-1.0: needed is a number of MB",
     ),

@@ -198,8 +198,8 @@ def test_command(main: Callable[..., int], tmp_path: Path, capsys: Any, monkeypa
     assert Path("times.png").exists()
     for args, error in (
         (["mine.asks"], "cannot trace mine.py:"),
-        (["mine.in_half_precision"], "mine.in_half_precision left device 0"),
-        (["mine.is_for_two", "--devices=1"], "mine.is_for_two raised IndexError"),
+        (["mine.in_half_precision"], "mine.in_half_precision of 2 tensors left device 0"),
+        (["mine.is_for_two", "--devices=1"], "mine.is_for_two of 1 tensors raised IndexError"),
         (["mine.is_silent"], "is_silent with torch.float32: RuntimeError: (), waiting"),
         (["mine.nothing"], "no allreduce 'mine.nothing'"),
         (["mine.exchange", "--sweep"], "--sweep: not for an exchange"),
