@@ -6,17 +6,18 @@
 
 Rows and links are those of `exchanges_on_links.py`: a row is a name, the path of an exchange, or a
 label and options. Other options go to every `fit`, which trains by AdamW with a rate of 0.002 if
-none of them says otherwise. Every run keeps its directory under --out. A run
-with the same options, link, F, seed and version is not made again, so after a kill the same command
-goes on. The version is a checksum of the Python files of the package, of the working directory, and
-of the directories in it. After each run the script writes runs.csv and draws accuracy.png,
-with the rows of this command: validation accuracy against the MB that a machine sends, and against
-seconds of training with its evaluations, which `--faster` divides.
+none of them says otherwise. Every run keeps its directory under --out. A run with the same options,
+link, F, seed and version is not made again, so after a kill the same command goes on. The version
+is a checksum of the Python files of the package, of the working directory and of those in
+PYTHONPATH, and of the directories in them. After each run the script writes runs.csv and draws
+accuracy.png, with the rows of this command: validation accuracy against the MB that a machine
+sends, and against seconds of training with its evaluations, which `--faster` divides.
 """
 
 import csv
 import hashlib
 import json
+import os
 import shlex
 import shutil
 import sys
@@ -44,9 +45,10 @@ RESULT = "result.json"  # in a run's directory once it has ended
 
 
 def find_version() -> str:
-    """A checksum of the package, and of the Python files of the working directory."""
-    package, here = Path(lightning_mgpu.__file__).parent, Path()
-    files = [*package.rglob("*.py"), *here.glob("*.py"), *here.glob("*/*.py")]
+    """A checksum of the package, and of own Python files."""
+    files = {*Path(lightning_mgpu.__file__).parent.rglob("*.py")}
+    for folder in (".", *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))):
+        files |= {*Path(folder).glob("*.py"), *Path(folder).glob("*/*.py")}
     return digest("".join(path.read_text() for path in sorted(files)))
 
 
@@ -116,7 +118,9 @@ def draw(found: list[dict[str, Any]]) -> Figure:
         by_mb.set_title(title, loc="left", fontsize=10)
         seeds = ", ".join(sorted({str(each["seed"]) for each in found}))
         by_seconds.set_title(f"mean and range; seeds: {seeds}", loc="right", fontsize=10)
-        by_seconds.set(xlabel="seconds of training, with its evaluations")
+        is_short = any(each.get("cores_are_short") for each in found)
+        told = ": cores were short, do not trust them" if is_short else ""
+        by_seconds.set(xlabel=f"seconds of training, with its evaluations{told}")
         by_seconds.set_xlim(left=0)
         by_seconds.legend(loc="lower right", fontsize=8)
         for axes in (by_mb, by_seconds):

@@ -148,7 +148,7 @@ def measure(row: str, link: str, images: int, faster: float, options: list[str])
 
 
 def check_link(link: str) -> str:
-    if link.count(",") not in (1, 2):
+    if not re.fullmatch(r"[\d./]+,[\d./]+(,\d+)?", link):
         raise ArgumentTypeError(f"{link!r}: it is ms,Mbit/s or ms,Mbit/s,machines: 20,100")
     return link
 

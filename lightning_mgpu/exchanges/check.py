@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor
+from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from lightning_mgpu.exchanges.route import Plan, State, run_exchanges, run_here
 
@@ -15,14 +16,14 @@ SHAPES: Any = ((), (7,), (24, 30), (6, 4, 5, 5))
 
 def check_exchange(
     function: Any,
-    exchange: Any = None,
+    name: str = "",
     device: Any = "cpu",
     dtype: torch.dtype = torch.float32,
     shapes: Any = SHAPES,
 ) -> bool:
     """Call an exchange as a strategy does, with 2, 3 and 4 replicas; returns if it keeps a state.
 
-    `exchange` is what a message names, if `function` is something around it.
+    `name` is what a message names, if `function` is something around it.
 
     Raises:
         ValueError: One line, if replicas return other bits than each other, or send at other times
@@ -36,10 +37,12 @@ def check_exchange(
             first, again = (call_three_times(function, k, like) for _ in range(2))
             if first != again:
                 raise RuntimeError("equal inputs and states give other bits in a second call")
+            if classes := get_unsafe_globals_in_checkpoint(BytesIO(first)):
+                raise TypeError(f"a state holds objects of {classes}: keep tensors, numbers, text")
             _, datas = torch.load(BytesIO(first), weights_only=True)
         except Exception as error:
             what = f"{type(error).__name__}: {' '.join(str(error).split())}"
-            where = f"exchange {path_of(exchange or function)} with {dtype}"
+            where = f"exchange {name or path_of(function)} with {dtype}"
             raise ValueError(f"{where}: {what}") from error
         has_state |= any(data for each in datas for data in each.values())
     return has_state

@@ -114,6 +114,10 @@ class LocalSGDStrategy(ExchangeStrategy):
         default = partial(nesterov, lr=self.outer_lr, momentum=self.outer_momentum)
         return partial(exchange_and_step, super().make_function(), self.outer or default)
 
+    def name_function(self) -> str:
+        outer = f", then outer step {path_of(self.outer)}," if self.outer else ""
+        return super().name_function() + outer
+
     def setup(self, trainer: Trainer) -> None:
         super().setup(trainer)
         if trainer.state.fn != TrainerFn.FITTING:

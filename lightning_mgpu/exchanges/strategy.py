@@ -70,6 +70,9 @@ class ExchangeStrategy(ManualAllreduceStrategy):
         """The exchange with its options."""
         return partial(self.exchange, **self.options)
 
+    def name_function(self) -> str:
+        return path_of(self.exchange)
+
     def setup_environment(self) -> None:
         super().setup_environment()
         if self.module.trainer.state.fn != TrainerFn.FITTING:
@@ -79,7 +82,7 @@ class ExchangeStrategy(ManualAllreduceStrategy):
             dtype = torch.get_default_dtype()
         # before a callback makes a run directory
         shapes = [(1000,)] if self.flat else SHAPES
-        args = self._function, self.exchange, self.root_device, dtype, shapes
+        args = self._function, self.name_function(), self.root_device, dtype, shapes
         has_state = check_exchange(*args)
         self._is_stateful = has_state or self.saves_optimizers
 
@@ -164,8 +167,12 @@ class ExchangeStrategy(ManualAllreduceStrategy):
                 kept.clear()
             data = after[replica].items()
             kept |= {key: each for key, each in data if self.flat or key[0] in names}
-        for X in found.values() if has_spoiled else ():
-            X.fill_(torch.nan)
+        for p, X in found.items():
+            if has_spoiled:
+                X.fill_(torch.nan)
+            elif not X.isfinite().all():
+                told = "an exchange makes numbers that are not finite of gradients that are"
+                raise RuntimeError(f"{self._layout[p][0]}: {told}")
         return found, has_spoiled
 
     def set_sums(self, sums: Gradients) -> None:

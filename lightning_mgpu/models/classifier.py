@@ -201,6 +201,9 @@ class Classifier(LightningModule):
             raise self._batch_error(batch, "found no target")
         self._copy_metrics()  # if `setup` of a subclass has not called ours
         logits = self(X)  # (N, num_classes)
+        if not isinstance(logits, Tensor):
+            told = "override `forward`, which has to return a tensor"
+            raise ValueError(f"self.net returns a {type(logits).__name__} without `logits`: {told}")
         if logits.ndim < 2 or logits.shape[1] < 2:
             told = "of one logit, the largest one says nothing: take two, or a LightningModule"
             raise ValueError(f"logits of shape {tuple(logits.shape)}: {told}")

@@ -84,7 +84,7 @@ class Sweep:
                 raise ValueError("method: grid, or random or bayes with --count=20")
             self.num_trials: int = count
             self.metric = yaml["metric"]["name"]
-            self.direction = yaml["metric"].get("goal", "minimize")
+            self.direction = yaml["metric"].get("goal")
             if self.direction not in ("minimize", "maximize"):
                 raise ValueError(f"goal: {self.direction}: minimize, or maximize")
             if "early_terminate" in yaml:
@@ -112,6 +112,9 @@ class Sweep:
             with self._lock("sweep.lock"):
                 self._write_report(study)
         print(f"\n{self._write_report(study)}\nreport: {self.dir}/sweep.md, sweep.png", flush=True)
+        if all(trial.value is None for trial in study.trials):
+            fix = "mend what the logs say, and take another --sweep_dir"
+            raise UsageError(f"no trial in {self.dir} has a value of {self.metric}: {fix}")
 
     def _open_study(self) -> optuna.Study:
         optuna.logging.set_verbosity(optuna.logging.ERROR)

@@ -220,6 +220,11 @@ def test_options_that_are_refused(options: dict[str, Any], said: str) -> None:
         LocalSGDStrategy(**options)
 
 
+def test_an_outer_step_is_named() -> None:
+    found = attempt(train, LocalSGDStrategy(outer=lambda mean, state: mean[:0]))
+    assert "exact, then outer step tests.exchanges.test_local_sgd.test_an_outer" in found
+
+
 @pytest.mark.parametrize(
     ("options", "make", "said"),
     [({"replicas": 2}, Net, "one replica per process"), ({}, Manual, "need automatic optimiz")],

@@ -54,6 +54,17 @@ def test_what_is_not_finite_reaches_all_replicas_and_no_state() -> None:
             assert torch.equal(data["rest"], kept[key]["rest"]), key
 
 
+def divides_late(X: Tensor, state: Any) -> Any:
+    """By zero, in the fourth step."""
+    state["steps"] = state.get("steps", 0) + 1
+    return sum((yield X)) / (state["steps"] != 4)
+
+
+def test_a_result_that_is_not_finite_is_an_error() -> None:
+    said = attempt(train, ExchangeStrategy(divides_late, replicas=2), Net)
+    assert "net.0.weight: an exchange makes numbers that are not finite" in said
+
+
 def test_one_replica_exchanges_with_itself() -> None:
     strategies = ManualAllreduceStrategy(), ExchangeStrategy(), ExchangeStrategy(top_k)
     plain, exact, some = (digest(train(each, Net, max_steps=2)) for each in strategies)

@@ -26,7 +26,7 @@ CPU = ("--data.source=synthetic", "--trainer.accelerator=cpu")
 def write(values: list[Any], path: str = "rates.yaml", **changes: Any) -> None:
     sweep = {
         "method": "grid",
-        "metric": {"name": "val_loss"},
+        "metric": {"name": "val_loss", "goal": "minimize"},
         "parameters": {LR: {"values": values}},
     }
     Path(path).write_text(yaml.safe_dump({**sweep, **changes}))
@@ -150,6 +150,12 @@ def test_arguments_of_a_trial(fits: Fits, sweep: Callable[..., int]) -> None:
     assert Path("my/sweep.png").exists()
 
 
+def test_no_trial_has_a_value(fits: Fits, sweep: Callable, capsys: Any) -> None:
+    write([0.2, 0.7])
+    assert sweep() == 2
+    assert "no trial in sweeps/rates has a value of val_loss: mend" in capsys.readouterr().err
+
+
 def test_mistakes_end_in_one_line(fits: Fits, sweep: Callable, main: Callable, capsys: Any) -> None:
     """Before a trial begins. One is a validation on the test set."""
     write([0.1])
@@ -164,6 +170,7 @@ def test_mistakes_end_in_one_line(fits: Fits, sweep: Callable, main: Callable, c
     assert sweep() == sweep("--count=0") == sweep("--sweep_dir=") == 2
     for more in (
         {"parameters": {"model": {"parameters": {"lr": {"values": [0.1]}}}}},
+        {"metric": {"name": "val_loss"}},
         {"metric": {"name": "val_loss", "goal": "max"}},
         {"early_terminate": {"type": "hyperband"}},
         {"parameters": {LR: {"values": [0.1], "probabilities": [1]}}},
@@ -177,9 +184,10 @@ def test_mistakes_end_in_one_line(fits: Fits, sweep: Callable, main: Callable, c
     assert f"--{LR}: {{'max': nan, 'min': 0.1}}: min is below max" in others[3]
     assert "--count=0: a number from 1" in others[4] and "--sweep_dir= has no" in others[5]
     assert "--model: {'parameters': " in others[6] and "but dotted names" in others[6]
-    for line, told in zip(others[7:], ("goal: max:", "early_terminate:", "probabilities:")):
+    words = ("goal: None:", "goal: max:", "early_terminate:", "probabilities:")
+    for line, told in zip(others[7:], words):
         assert told in line
-    assert len(others) == 10
+    assert len(others) == 11
 
 
 def test_commands_of_the_pages_are_taken() -> None:
