@@ -1,4 +1,4 @@
-"""Draws the curves of runs in one picture, curves.png: of the README, and of docs/cookbook.md.
+"""Draws the curves of runs in one picture, curves.png: of the README, and of docs/runs.md.
 
 python scripts/curves.py RUN_DIR RUN_DIR ...
 """
