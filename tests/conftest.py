@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import resource
 import signal
 import struct
 import subprocess
@@ -34,12 +35,6 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in a shell's background
 REPOSITORY = Path(__file__).parents[1]
 NUM_TRAIN, NUM_TEST = 503, 107  # primes: every batch size and number of processes is uneven
 save_figure = Figure.savefig
-
-
-def run_devices(num: int) -> list[torch.device]:
-    """The devices of a Trainer with `num` CPU devices; `-p tests.simulated.devices` has others."""
-    is_simulated = torch._C._get_privateuse1_backend_name() == "sim"
-    return [torch.device("sim", i) if is_simulated else torch.device("cpu") for i in range(num)]
 
 
 @pytest.fixture(scope="session")
@@ -125,6 +120,15 @@ def main(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
     for name, module in [*sys.modules.items()]:
         if str(tmp_path) in str(getattr(module, "__file__", None)):
             del sys.modules[name]
+
+
+@pytest.fixture
+def full_disk() -> Iterator[None]:
+    """No file can grow beyond 200 bytes."""
+    most = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200, most))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
 
 
 @pytest.fixture(scope="session")

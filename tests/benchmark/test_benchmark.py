@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -151,8 +151,17 @@ def test_ratios_are_taken_within_a_round() -> None:
         ("--algorithms rng --only exchange", "no allreduce 'rng': take textbook, "),
         ("--algorithms others.forgetful --only exchange", "instead of the sum"),
         ("--run_dir others.py --only exchange --algorithms ring", "File exists"),
+        ("--sizes=inf", "--sizes=inf: a number from "),
     ],
 )
 def test_a_mistake_ends_the_command_at_once(words: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         cli.benchmark_command(words.split())
+
+
+def test_a_full_disk(main: Callable[..., int], tmp_path: Path, capsys: Any, full_disk: Any) -> None:
+    line = "--only=exchange --algorithms=ring --sizes=0.1 --repeats=1 --run_dir=bench"
+    assert main("benchmark", *line.split()) == 2
+    err = capsys.readouterr().err.partition("error: ")[2]  # torch may warn that there is no GPU
+    assert "File too large" in err and err.count("\n") == 1, err
+    assert not [*(tmp_path / "bench").iterdir()]

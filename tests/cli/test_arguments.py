@@ -1,5 +1,6 @@
 """Options become a configuration: files compose, classes have defaults, names are found."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -88,18 +89,20 @@ def test_shipped_config_parses_and_names_its_command(path: Path, config: Config)
     trial = [f"--{key}={[*specs[key].get('values', specs[key].values())][-1]}" for key in specs]
     config("fit", *(trial or ("--config", name)))
     command = "sweep" if specs else "fit"
-    assert f"#   python -m lightning_mgpu {command} " in path.read_text()
+    given = "" if name == "default.yaml" else f".* --config {name}"
+    line = rf"^#   python -m lightning_mgpu {command}\b{given}"
+    assert re.search(line, path.read_text(), re.MULTILINE)
 
 
 def test_help_shows_the_options_people_use_first(main: Callable, capfd: Any) -> None:
     text = str(short_help(["fit", "--help"]))
     assert text.count("\n") <= 24 and max(map(len, text.splitlines())) <= 120
-    assert str(short_help([])).startswith("usage: ") and ", runs, " in str(short_help(["--help"]))
+    assert str(short_help([])).startswith("usage: ")
+    assert re.search(" runs[,;]", str(short_help(["--help"])))
     for args, word in {
         ("fit", "--help"): "--trainer.devices N",
         ("fit", "--help.all"): "--trainer.gradient_clip_val",
         ("fit", "--trainer.strategy.help=ManualAllreduceStrategy"): "--trainer.strategy.replicas",
-        ("fit", "--trainer.strategy.help=exchange_diloco"): "every=16 outer_lr=0.7",
         ("fit", "--model=ResNet18", "--model.help"): "--model.in_channels",
         ("fit", "--data.help"): "--data.crop_padding",
     }.items():

@@ -31,7 +31,6 @@ class Net(LeNet):
         anything: Any = None,
         function: Callable | None = None,
         typed: Callable[[int], int] | None = None,
-        options: dict[str, Any] | None = None,
         nested: list[dict[str, Any]] | None = None,
         **kwargs: Any,
     ) -> None:
@@ -46,11 +45,8 @@ REFUSED = {  # a flag with a function for X, and the place that the message name
     "--model.anything=X": ("model.anything", OUTPUT),
     "--model.function=X": ("model.function", PYTHON),
     "--model.typed=X": ("model.typed", SHELL),
-    '--model.options={"fraction": X}': ("model.options.fraction", OUTPUT),
     '--model.nested=[{"a": [X]}]': ("model.nested.0.a.0", PYTHON),
     "--model.optimizer=X": ("model.optimizer", SHELL),
-    "--model.lr_scheduler=X": ("model.lr_scheduler", OUTPUT),
-    '--trainer.strategy.options={"fraction": X}': ("trainer.strategy.options.fraction", SHELL),
     f"--trainer.callbacks={CALLBACK}": ("trainer.callbacks.0.on_fit_start", PYTHON),
 }
 QUICK = (
@@ -73,8 +69,7 @@ def test_a_function_is_never_called(
     flag: str, here: Path, main: Callable[..., int], capfd: pytest.CaptureFixture
 ) -> None:
     option, value = REFUSED[flag]
-    strategy = "exchange_top_k" if "strategy" in option else "auto"
-    args = (*QUICK, f"--trainer.strategy={strategy}", "--data.source=synthetic", "--run_dir=run")
+    args = (*QUICK, "--data.source=synthetic", "--run_dir=run")
     assert main("fit", *args, flag.replace("X", json.dumps(value))) == 2
     told = f"error: --{option}={value['class_path']}: a class_path that is not a class"
     assert told in capfd.readouterr().err

@@ -1,7 +1,5 @@
 """The commonest mistakes end in at most six lines with status 2, and leave no file."""
 
-import resource
-import shutil
 import sys
 from collections.abc import Callable
 from datetime import timedelta
@@ -39,22 +37,18 @@ MISTAKES = {  # a command line, and what its lines must say
     "fit --model.lr_scheduler=StepLR": ("--model.lr_scheduler=StepLR", "step_size"),
     "fit --data.batch_size=many": ("--data.batch_size=many: Expected a <class 'int'> (",),
     "fit --model.lr=nan": ("--model.lr=nan: Expected a <class 'float'> (",),
-    "allreduce ring --mb=x": ("argument --mb: invalid float value: 'x'; see python -m",),
     "fit --trainer.precision=17": ("--trainer.precision=17", "bf16-mixed"),
     "fit --trainer.strategy=dpp": ("dpp: no such strategy", "did you mean dp?", "my_package."),
     "fit --config=model/resnet.yaml": ("--config=model/resnet.yaml: no such file, here or in",),
     "fit --config number.yaml": ("--wandb.name=7795000000000.0: Expected a <class 'str'> (",),
     "fit --config broken.yaml": ("broken.yaml cannot be read as YAML: ",),
     "fit --config twice.yaml": ("trainer is given twice, in line 1 and in line 3: keep one",),
-    "fit --config bomb.yaml": ("bomb.yaml", "more than 100000 values: do aliases hold each other?"),
-    "fit --config loop.yaml": ("loop.yaml", "more than 100000 values: do aliases hold each other?"),
     "fit --weights=": ("--weights= names nothing: give a path",),
     "test --ckpt_path=": ("--ckpt_path= names nothing",),
     "fit --config empty.yaml": ("--run_dir= names nothing",),
     "test --ckpt_path nope.ckpt": ("nope.ckpt: no such file",),
     "test --ckpt_path text.ckpt --model=LeNet": ("text.ckpt cannot be read: it is damaged",),
     "test --ckpt_path=a.ckpt --weights=b.ckpt": ("--weights: --ckpt_path has the weights, too",),
-    "fit --weights torn.ckpt": ("torn.ckpt cannot be read: it is damaged",),
     "fit --run_dir=used": ("--run_dir=used exists and is not empty",),
     "fit --resume=nowhere": ("--resume=nowhere",),
     "fit --resume": ("--resume: with which run? --resume=last, or",),
@@ -71,29 +65,17 @@ MISTAKES = {  # a command line, and what its lines must say
     "fit --trainer.strategy=manual_allreduce --trainer.strategy.bucket_cap_mb=-1": (
         "error: bucket_cap_mb=-1.0: needed is a number of MB",
     ),
-    f"test {SMALL} --ckpt_path=other.ckpt --model=LeNet": ("Error(s) in loading state_dict for",),
     f"fit {SMALL} --output.test=false --data.val_size=0": (
         "--output.test=false: but the data val",
     ),
     "fit --resume=cut": ("cut/config.yaml has no class_path of data: it is cut short",),
-    "fit --config=nul.yaml": ("line 1 has a NUL in a text",),
-    "fit --config=digits.yaml": ("digits.yaml cannot be read as YAML",),
     "runs cut": ("metrics.csv is not a CSV file", "move it away"),
     "runs nowhere": ("nowhere: no run is in it",),
 }
 NUMBERS = (  # an option with a number that it cannot have
-    *("fit --trainer.accumulate_grad_batches=-1", "fit --trainer.val_check_interval=0"),
-    *("fit --trainer.check_val_every_n_epoch=0", "fit --trainer.devices=1000000000000"),
-    *("fit --data.batch_size=0", "fit --data.val_size=-1", "fit --model.lr=.nan"),
-    *("fit --model.lr=.inf", "fit --model.lr=1.0e+300", "fit --seed_everything=-1"),
-    "fit --trainer.strategy=exchange_diloco --trainer.strategy.outer_lr=.nan",
-    "fit --trainer.strategy=exchange_diloco --trainer.strategy.every=0",
-    "fit --trainer.strategy=exchange_top_k --trainer.strategy.options.fraction=nan",
-    *("allreduce ring --mb=nan", "allreduce ring --mb=1e+300", "allreduce ring --devices=65"),
-    *("benchmark --sizes=inf", "benchmark --batch_size=0", "benchmark --run_dir=r --repeats=0"),
-    "fit --seed_everything=false",
+    *("fit --trainer.accumulate_grad_batches=-1", "fit --trainer.devices=1000000000000"),
+    *("fit --model.lr=.nan", "fit --model.lr=1.0e+300", "fit --seed_everything=false"),
     "fit --model.optimizer=SGD --model.optimizer.lr=0.1 --model.optimizer.momentum=.nan",
-    *("network fit --delay_ms=nan", "network fit --mbit=inf", "network fit --machines=0"),
 )
 FILES = {
     "used/a_file": "",
@@ -102,12 +84,7 @@ FILES = {
     "cut/config.yaml": "model: {class_path: LeNet}\ndata:\n",
     "cut/run.json": "[1]",
     "cut/metrics.csv": "step\n\xff\n",
-    "nul.yaml": 'run_dir: "a\\0b"\n',
-    "digits.yaml": f"trainer: {{max_epochs: {'9' * 5000}}}\n",
     "twice.yaml": "trainer: {max_epochs: 1}\nmodel: {}\ntrainer: {devices: 1}\n",
-    "bomb.yaml": "a0: &0 [1]\n"
-    + "".join(f"a{i + 1}: &{i + 1} [{', '.join(9 * [f'*{i}'])}]\n" for i in range(9)),
-    "loop.yaml": "trainer: &t {logger: *t}\n",
     "empty.yaml": "run_dir: ''\n",
     "key.yaml": "trainer: {max_epoch: 2}\n",
     "text.ckpt": "a text",
@@ -121,12 +98,6 @@ def here(tmp_path: Path) -> Path:
     for name, content in FILES.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(content, encoding="latin-1")
-    content = {"state_dict": {"weight": torch.zeros(3000)}, "pytorch-lightning_version": "2.6.0"}
-    torch.save(content, tmp_path / "torn.ckpt")
-    shutil.copy(tmp_path / "torn.ckpt", tmp_path / "other.ckpt")
-    torn = bytearray((tmp_path / "torn.ckpt").read_bytes())
-    torn[len(torn) // 2] ^= 1
-    (tmp_path / "torn.ckpt").write_bytes(torn)
     return tmp_path
 
 
@@ -151,37 +122,15 @@ def test_mistake_ends_in_a_few_lines(
 
 
 @pytest.mark.parametrize("args", NUMBERS)
-def test_a_number_that_is_none(
+def test_a_number_out_of_its_range(
     args: str, tmp_path: Path, main: Callable, capfd: pytest.CaptureFixture
 ) -> None:
     """The line has the option, its value and what is allowed."""
-    subcommand, *others = args.split()
-    assert main(subcommand, *sorted(others, key=lambda word: word == "fit")) == 2
-    option = others[-1].partition("=")[0]
+    assert main(*args.split()) == 2
+    option = args.split()[-1].partition("=")[0]
     err = capfd.readouterr().err
     assert f"error: {option}=" in err and ": a number from " in err and err.count("\n") == 1
     assert not [*tmp_path.glob("r*")]
-
-
-FULL = {  # a command on a full disk, and the files that it leaves
-    "new deep/mine": set(),
-    "sweep --config=sweep/lenet_lr.yaml": {"sweep.db", "sweep.lock"},
-    "benchmark --only=exchange --algorithms=ring --sizes=0.1 --repeats=1 --run_dir=b": set(),
-}
-
-
-@pytest.mark.parametrize("args", FULL)
-def test_a_full_disk(args: str, main: Callable, tmp_path: Path, capsys: Any) -> None:
-    """A limit on the size of files stands for it."""
-    most = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
-    resource.setrlimit(resource.RLIMIT_FSIZE, (200, most))
-    try:
-        assert main(*args.split()) == 2
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
-    _, told, err = capsys.readouterr().err.partition("error: ")
-    assert told and err.count("\n") == 1, err
-    assert {path.name for path in tmp_path.rglob("*") if path.is_file()} == FULL[args]
 
 
 OWN = """

@@ -60,11 +60,8 @@ def test_killed_and_resumed(command: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_ones_own(
-    main: Callable[..., int], tmp_path: Path, monkeypatch: Any, capfd: pytest.CaptureFixture
-) -> None:
+def test_ones_own(main: Callable[..., int], tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
     (tmp_path / "mine.py").write_text(MINE)
-    monkeypatch.syspath_prepend(tmp_path)
     two = ("--trainer.devices=1", "--trainer.strategy.replicas=2", "--trainer.max_epochs=1")
     mine = ("--trainer.strategy=exchange", "--trainer.strategy.exchange=mine.my_half")
     assert main(*FIT, *two, *mine, "--run_dir=run") == 0
@@ -75,3 +72,8 @@ def test_ones_own(
     assert main(*FIT, *two, *mine, wrong) == 2
     err = capfd.readouterr().err
     assert "exchange mine.my_half with torch.float32: TypeError: my_half() got an unexp" in err
+
+
+def test_help_has_the_defaults_of_a_name(main: Callable[..., int], capfd: Any) -> None:
+    assert main("fit", "--trainer.strategy.help=exchange_diloco") == 0
+    assert "every=16 outer_lr=0.7" in capfd.readouterr().out

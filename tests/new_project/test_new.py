@@ -118,8 +118,9 @@ def test_refused(main: Callable[..., int], tmp_path: Path, capfd: pytest.Capture
     assert [path.name for path in tmp_path.iterdir()] == ["there"]
 
 
-def test_the_readme_makes_such_a_project() -> None:
-    readme = (REPOSITORY / "README.md").read_text()
-    [block] = re.findall("<!-- run: own -->\n```bash\n(.*?)```", readme, flags=re.DOTALL)
-    [name] = re.findall(r"^python -m lightning_mgpu new \.\./(\w+)$", block, flags=re.MULTILINE)
-    assert re.search(rf"^python -m {name} fit ", block, flags=re.MULTILINE)
+def test_a_full_disk(main: Callable[..., int], tmp_path: Path, capsys: Any, full_disk: Any) -> None:
+    """No half of a project stays."""
+    assert main("new", "deep/mine") == 2
+    err = capsys.readouterr().err
+    assert "File too large" in err and err.count("\n") == 1, err
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]

@@ -190,6 +190,13 @@ def test_mistakes_end_in_one_line(fits: Fits, sweep: Callable, main: Callable, c
     assert len(others) == 11
 
 
+def test_a_full_disk(sweep: Callable[..., int], capsys: Any, full_disk: Any) -> None:
+    write([0.1])
+    assert sweep() == 2
+    err = capsys.readouterr().err
+    assert "sweep.db: disk I/O error; once that is mended" in err and err.count("\n") == 1, err
+
+
 def test_commands_of_the_pages_are_taken() -> None:
     text = "".join(path.read_text() for path in (REPOSITORY / "docs").glob("*.md"))
     text += (REPOSITORY / "README.md").read_text()
