@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from importlib import import_module
 from typing import Any, NamedTuple
 
-from lightning.pytorch.callbacks import BasePredictionWriter
 from torch.nn import functional as F
 from torch.utils.data import IterableDataset
 from torchmetrics import MetricCollection
@@ -146,19 +145,3 @@ class Stream(IterableDataset):
 
     def __iter__(self) -> Iterator[Any]:
         yield from self.items
-
-
-class Writer(BasePredictionWriter):
-    """Keeps each sample's index and prediction."""
-
-    def __init__(self, interval: Any) -> None:
-        super().__init__(interval)
-        self.rows: list[tuple[int, Any]] = []
-
-    def write_on_batch_end(self, *args: Any) -> None:
-        prediction, indices = args[2:4]
-        self.rows += zip(indices, prediction.tolist(), strict=True)
-
-    def write_on_epoch_end(self, trainer: Any, module: Any, predictions: Any, indices: Any) -> None:
-        for batch, part in zip(predictions, indices[0], strict=True):
-            self.rows += zip(part, batch.tolist(), strict=True)

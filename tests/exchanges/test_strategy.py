@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from lightning_mgpu.exchanges import ExchangeStrategy, power_sgd, top_k
+from lightning_mgpu.exchanges import ExchangeStrategy, power_sgd, sign, top_k
 from lightning_mgpu.strategies import ManualAllreduceStrategy
 from tests.cases import Manual
 from tests.strategies.conftest import (
@@ -23,6 +23,7 @@ from tests.strategies.conftest import (
     run_in_processes,
     samples,
 )
+from tests.strategies.test_parity import Searches
 from tests.test_bits import digest, train
 
 
@@ -155,16 +156,6 @@ def test_flat_sees_all_parameters_of_a_dtype(tmp_path: Path) -> None:
     assert digest(resumed) == digest(whole)
 
 
-class LBFGS(Net):
-    def configure_optimizers(self) -> Any:
-        return torch.optim.LBFGS(self.parameters())
-
-
-def some_exchange(X: Tensor, state: Any, fraction: float = 0.1) -> Any:
-    state["num"] = state.get("num", 0) + 1
-    return sum((yield X))
-
-
 def test_refusals(tmp_path: Path) -> None:
     last, other = tmp_path / "last.ckpt", tmp_path / "other.ckpt"
 
@@ -179,10 +170,10 @@ def test_refusals(tmp_path: Path) -> None:
         (new(0.3), Net, last, "--trainer.strategy.options={'fraction': 0.2}, which must"),
         (new(flat=True), Net, last, "--trainer.strategy.flat=None, which must stay: here"),
         (new(replicas=3), Net, last, "--trainer.strategy.replicas=2, which must stay"),
-        (new(exchange=some_exchange), Net, last, "strategy.exchange=lightning_mgpu.exch"),
+        (new(exchange=sign, options={}), Net, last, "strategy.exchange=lightning_mgpu.exch"),
         (new(), Net, other, "This checkpoint has no exchange's state"),
         (new(replicas=1), Manual, None, "need automatic optimization"),
-        (new(), LBFGS, None, "no LBFGS"),
+        (new(), Searches, None, "no LBFGS"),
     ]:
         found = attempt(train, strategy, make, resume=resume)
         assert said in found and "\n" not in found, found

@@ -1,6 +1,5 @@
 """Indices are cut, and not batches: what a batch is made of does not matter."""
 
-import multiprocessing
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -119,8 +118,6 @@ class Distinct(Net):
 
 
 def split(num_workers: int = 0) -> DataLoader:
-    # these processes are daemons, which may not have children
-    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     part, _ = random_split(Draws(), [46, 11], torch.Generator().manual_seed(0))
     kept: Any = {"persistent_workers": True, "multiprocessing_context": "fork", "in_order": False}
     kept = kept if num_workers else {}
@@ -220,19 +217,3 @@ def test_an_evaluation_draws_other_numbers_each_time(in_two_processes: Callable)
     assert expected[0] != expected[1]
     for found in in_two_processes(evaluate_twice):
         assert_close(found, expected, 1e-6)
-
-
-class Looks(Net):
-    def on_train_epoch_start(self) -> None:
-        loader: Any = self.trainer.train_dataloader
-        self.seen = [next(iter(loader))[0] for _ in range(3)]
-
-
-def look() -> list[bool]:
-    module = Looks()
-    fit(lambda: module, DataLoader(samples(), 10, shuffle=True), max_epochs=1)
-    return [torch.equal(a, b) for a, b in zip(module.seen, module.seen[1:])]
-
-
-def test_looks_of_one_hook_go_on_from_each_other(in_two_processes: Callable) -> None:
-    assert in_two_processes(look) == [[False, False]] * 2

@@ -1,7 +1,9 @@
 """Each process gets its part of every global batch, whatever the loader is."""
 
+import csv
 from collections.abc import Callable, Iterator
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,9 +12,11 @@ from lightning.pytorch.callbacks import LearningRateFinder
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, Dataset, Sampler, Subset, default_collate
 
+from lightning_mgpu.callbacks import PredictionWriter
 from lightning_mgpu.data import batch_loader
-from tests.cases import Case, Predicts, Stream, Validated, Weighted, Writer, check
+from tests.cases import Case, Predicts, Stream, Validated, Weighted, check
 from tests.strategies.conftest import Net, new_trainer, rank, samples, world_size
+from tests.strategies.test_logging import EvaluatesBoth
 
 
 class StartsApart(Net):
@@ -47,16 +51,6 @@ class Doubles(Net):
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         return [batch[0] + 1, batch[1]]
-
-
-class Schedules(Net):
-    """Its optimizer asks for the number of steps, for which Lightning starts the loader."""
-
-    def configure_optimizers(self) -> Any:
-        optimizer: Any = super().configure_optimizers()
-        total = int(self.trainer.estimated_stepping_batches)
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.5, total)
-        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 
 class AsksInSetup(Net):
@@ -114,11 +108,6 @@ def of_two_sizes() -> CombinedLoader:
     return CombinedLoader(data, "max_size")
 
 
-class ValidatesSeveral(Net):
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val_loss", self.loss(batch["a"]) + self.loss(batch["b"]))
-
-
 class Damaged(Dataset):
     """Every fifth sample cannot be read."""
 
@@ -158,7 +147,7 @@ def refused(said: str, make: Any = Validated, **loaders: Callable[[], Any]) -> C
     return Case(make, arguments, said, in_one=())
 
 
-STARTED = [*product((Schedules, AsksInSetup, FindsRate), (balanced, shuffled))]
+STARTED = [*product((AsksInSetup, FindsRate), (balanced, shuffled))]
 LEFT_OUT = 'The loss of a shard needs a weight, {"loss": loss, "weight": n}: samples were left'
 CASES = {
     "shuffled, other random numbers": Case(StartsApart),
@@ -213,7 +202,7 @@ CASES = {
         data=lambda: DataLoader(samples(), 10),
     ),
     "together": refused(
-        "A batch of 1 samples cannot be shared out to 2", ValidatesSeveral, val=of_two_sizes
+        "A batch of 1 samples cannot be shared out to 2", EvaluatesBoth, val=of_two_sizes
     ),
     "no rows": refused(
         "A batch of list with lengths []", data=lambda: DataLoader(Stream(["a"] * 4), 4)
@@ -235,23 +224,21 @@ def test_batches_are_those_of_one_device(name: str, in_two_processes: Callable) 
     check(__name__, name, in_two_processes)
 
 
-def predict(make: Any, interval: Any, size: int) -> list[tuple[int, Any]]:
-    writer = Writer(interval)
-    new_trainer(callbacks=writer).predict(Predicts().double(), make(samples(), size))
-    return writer.rows
+def predict(make: Any, size: int, directory: Path) -> int:
+    """The number of batches that this process has predicted."""
+    trainer = new_trainer(callbacks=PredictionWriter(), default_root_dir=directory)
+    return len(trainer.predict(Predicts().double(), make(samples(), size)) or ())
 
 
+# batches of one sample are joined, and so is the last batch of 28
 @pytest.mark.parametrize(
-    ("make", "interval", "size"),
-    # batches of one sample are joined, and so is the last batch of 28
-    [
-        *((DataLoader, "epoch", n) for n in (1, 28)),
-        *((x, "batch", 10) for x in (DataLoader, batch_loader)),
-    ],
+    ("make", "size"), [(DataLoader, 1), (DataLoader, 10), (DataLoader, 28), (batch_loader, 10)]
 )
 def test_predictions_know_their_samples(
-    make: Any, interval: Any, size: int, in_two_processes: Callable
+    make: Any, size: int, in_two_processes: Callable, tmp_path: Path
 ) -> None:
-    first, second = in_two_processes(predict, make, interval, size)
-    assert first and second
-    assert sorted(first + second) == list(enumerate(samples().tensors[0][:, 0].tolist()))
+    first, second = in_two_processes(predict, make, size, tmp_path)
+    assert first == second > 0
+    _, *rows = csv.reader((tmp_path / "predictions.csv").open())
+    values = samples().tensors[0][:, 0].tolist()
+    assert [(int(i), float(x)) for i, x in rows] == [*enumerate(values)]

@@ -200,6 +200,8 @@ def serve(connection: Connection, rank: int, k: int, port: int) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", TORCHELASTIC_RUN_ID="test")
     sys.path.insert(0, str(Path(__file__).parents[2]))  # for `from tests.strategies import ...`
     torch.set_num_threads(1)
+    # else a DataLoader has no workers: daemons may not have children
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     with suppress(EOFError):
         while call := connection.recv():
             module, name, args, kwargs = call

@@ -162,7 +162,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
         "weights of all or none",
     ),
     "weights in a window": (Weighted, {"accumulate_grad_batches": 2}, "takes no weights where"),
-    "one device": (Weighted, {"accumulate_grad_batches": 2, "devices": 1}, "takes no weights"),
 }
 
 

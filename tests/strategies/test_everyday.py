@@ -23,8 +23,6 @@ class LogsOnce(Net):
 
 def loader(num_workers: int, shuffle: bool = False) -> DataLoader:
     """Its workers persist."""
-    # these processes are daemons, which may not have children
-    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     kept = {"persistent_workers": True, "multiprocessing_context": "fork"} if num_workers else {}
     return DataLoader(samples(), 10, shuffle=shuffle, num_workers=num_workers, **kept)
 

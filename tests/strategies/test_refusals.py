@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_mgpu.strategies import ManualAllreduceStrategy
-from tests.cases import Case, Manual, check, check_refused
-from tests.strategies.conftest import Net, attempt, fit, make_strategy, new_trainer, rank
-from tests.strategies.test_buffers import Averages
+from tests.cases import Case, Manual, check
+from tests.routes.test_routes import OwnBackward
+from tests.strategies.conftest import Net, fit, make_strategy, new_trainer, rank
+from tests.strategies.test_buffers import Averages, Decays
 from tests.strategies.test_parity import HalvesGradients, Searches
 
 
@@ -23,11 +24,6 @@ class LossBackward(Manual):
         assert batch_idx == 0  # it is found after the first update
         self.loss(batch).backward()
         optimizer.step()
-
-
-class OwnBackward(Net):
-    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        loss.backward()
 
 
 class Sparse(Net):
@@ -119,12 +115,6 @@ class Returns(Net):
         return self.make(loss) if rank() or self.num_steps == 2 else loss
 
 
-def reduce_only(tensors: list[Tensor]) -> None:
-    """Only the first device gets the sum, as in an early edition of the book."""
-    for tensor in tensors[1:]:
-        tensors[0] += tensor
-
-
 def in_one(make: Any, said: str, **options: Any) -> Case:
     return Case(make, lambda: options, said, in_one=(2,), in_two=())
 
@@ -144,6 +134,9 @@ CASES = {
     "edited weights, by .data": in_one(EditsData, "`training_step` edits weights"),
     "edited weights": in_one(EditsLate, "`training_step` edits weights"),
     "edited buffers": in_one(Averages, "A hook has edited buffers within an update"),
+    "edited buffers of a window": in_one(  # each replica has its own there
+        Decays, "A hook has edited buffers within an update", accumulate_grad_batches=2
+    ),
     "edited gradients": in_one(
         HalvesGradients, "A hook has edited gradients", accumulate_grad_batches=3
     ),
@@ -176,8 +169,6 @@ def test_refused_in_one_line(name: str, in_two_processes: Callable) -> None:
 
 
 def test_wrong_options() -> None:
-    strategy = make_strategy(allreduce=reduce_only, replicas=2)
-    check_refused([attempt(fit, strategy=strategy)], "instead of the sum")
     for options in ({"replicas": -1}, {"allreduce": 3}):
         with pytest.raises(ValueError, match="needed are a function"):
             ManualAllreduceStrategy(**options)
