@@ -1,5 +1,10 @@
-"""The data module on a tiny dataset in the real format; batches are augmented as single samples."""
+"""The data module on a tiny dataset in the real format; batches are augmented as single samples.
 
+Files are found, fetched and checked; damaged and half written ones are replaced.
+"""
+
+import gzip
+import hashlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,7 +13,7 @@ import torch
 from torch import Tensor
 from torchvision.datasets import FashionMNIST as FashionMNISTFiles
 
-from lightning_mgpu.data import FashionMNIST
+from lightning_mgpu.data import FashionMNIST, sources
 from lightning_mgpu.data.fashion_mnist import MEAN, STD
 from lightning_mgpu.data.images import InMemoryImages, augment
 from lightning_mgpu.data.sources import FILES, SYSTEM_DIR, ensure_fashion_mnist
@@ -76,3 +81,42 @@ def test_augmentation_depends_only_on_seed_epoch_and_sample() -> None:
     whole = batch()
     assert torch.equal(batch(step=3), whole[::3])  # whatever the batch
     assert not torch.equal(batch(epoch=6), whole) and not torch.equal(batch(seed=2), whole)
+
+
+CONTENT = {name: bytes(100 + i) for i, name in enumerate(FILES)}
+TINY = {name: hashlib.md5(content).hexdigest() for name, content in CONTENT.items()}
+FIRST = next(iter(FILES))
+
+
+@pytest.fixture
+def system_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The only source that is there: neither a mirror nor apt-get answers."""
+    monkeypatch.setattr(sources, "SYSTEM_DIR", tmp_path / "system")
+    monkeypatch.setattr(sources, "FETCH", "echo E: no archive >&2; exit 100")
+    monkeypatch.setattr(FashionMNISTFiles, "mirrors", ["http://127.0.0.1:9/"])  # refuses at once
+    (tmp_path / "system").mkdir()
+    for name, content in CONTENT.items():
+        (tmp_path / "system" / f"{name}.gz").write_bytes(gzip.compress(content))
+    return tmp_path / "system"
+
+
+def test_damaged_files_are_replaced_and_good_ones_are_kept(
+    tmp_path: Path, system_dir: Path
+) -> None:
+    raw = tmp_path / "FashionMNIST" / "raw"
+    for damaged in (b"", CONTENT[FIRST][:50], CONTENT[FIRST][:-1] + b"\1"):
+        assert ensure_fashion_mnist(tmp_path, TINY) == f"files under {system_dir}"
+        assert {name: (raw / name).read_bytes() for name in FILES} == CONTENT
+        assert ensure_fashion_mnist(tmp_path, TINY) == f"files under {raw}"
+        (raw / FIRST).write_bytes(damaged)
+
+
+def test_where_nothing_is_found_every_source_says_why(tmp_path: Path, system_dir: Path) -> None:
+    (system_dir / f"{FIRST}.gz").write_bytes(gzip.compress(bytes(99) + b"\1"))
+    with pytest.raises(RuntimeError) as caught:
+        ensure_fashion_mnist(tmp_path, TINY)
+    fix, *tried = str(caught.value).splitlines()
+    assert "apt-get install dataset-fashion-mnist" in fix and "--data.source=synthetic" in fix
+    reasons = ("No such file", f"{FIRST} is damaged", "Connection refused", "E: no archive")
+    assert [reason in line for reason, line in zip(reasons, tried, strict=True)] == [True] * 4
+    assert [path.name for path in (tmp_path / "FashionMNIST" / "raw").iterdir()] == [".lock"]

@@ -1,4 +1,7 @@
-"""A process that ends, hangs or trains something else ends the others, within the timeout."""
+"""A process that ends, hangs or trains something else ends the others, within the timeout.
+
+SIGTERM ends all processes after their step.
+"""
 
 import gc
 import os
@@ -129,31 +132,55 @@ def test_a_fit_leaves_no_files_threads_and_memory() -> None:
 SCRIPT = """
 import os, sys, time
 from tests.strategies.conftest import Net, fit
-class Sleeps(Net):
+
+class Steps(Net):
     def training_step(self, batch, batch_idx):
-        if batch_idx == 2 and os.environ["LOCAL_RANK"] == "1":
-            print("asleep", flush=True)
-            time.sleep(300)
-        return self.loss(batch)
-if "late" in sys.argv and "LOCAL_RANK" in os.environ:
-    print("asleep", flush=True)
-    time.sleep(2)
-fit(Sleeps, devices=2, strategy="manual_allreduce")
+        if (self.current_epoch, batch_idx) == (0, 3):
+            line = f"process {self.global_rank} {os.getpid()}\\n"
+            os.write(1, line.encode())  # at once, or it could be within another process's line
+            time.sleep(300 * self.global_rank if "hangs" in sys.argv else 0)
+        time.sleep(0.05)
+        return super().training_step(batch, batch_idx)
+
+if __name__ == "__main__":
+    if "late" in sys.argv and "LOCAL_RANK" in os.environ:
+        print("process 1 is late", flush=True)
+        time.sleep(2)
+    fit(Steps, devices=2, strategy="manual_allreduce", max_epochs=10_000)
 """
+MOST = 30  # seconds: two on an idle machine, which Python needs to end; `timeout` is five minutes
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("number", "args"),
+    ("number", "how"),
     [
-        pytest.param(signal.SIGKILL, ["late"], marks=pytest.mark.weekly),
-        *((number, []) for number in (signal.SIGKILL, signal.SIGTERM)),
+        pytest.param(signal.SIGKILL, "late", marks=pytest.mark.weekly),
+        *((number, "hangs") for number in (signal.SIGKILL, signal.SIGTERM)),
     ],
 )
-def test_a_signal_ends_both(number: int, args: list[str], command: Any, tmp_path: Path) -> None:
+def test_a_signal_ends_both(number: int, how: str, command: Any, tmp_path: Path) -> None:
     """Before they meet, and in a step: no process is left behind."""
     (tmp_path / "train.py").write_text(SCRIPT)
-    process = command.start(launcher=("train.py", *args))  # the second one sleeps
-    assert process.stdout.readline() == "asleep\n"
+    process = command.start(launcher=("train.py", how))
+    assert any(line.startswith("process 1") for line in process.stdout)
     process.send_signal(number)
     command.finish(process, timeout=60)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [[0], [1], pytest.param([0, 1], marks=pytest.mark.weekly)])
+def test_sigterm_ends_all_after_the_step(ranks: list[int], command: Any, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    process = command.start(launcher=("train.py",))
+    lines = (line.split() for line in process.stdout if line.startswith("process "))
+    ids = dict([next(lines)[1:], next(lines)[1:]])
+    start = time.monotonic()
+    for each in ranks:
+        os.kill(int(ids[str(each)]), signal.SIGTERM)
+    status, _, err = command.finish(process, timeout=60)
+    assert time.monotonic() - start < MOST, err
+    if ranks == [1]:
+        assert status > 0 and "ProcessEnded: process 1 has ended: see any message above" in err
+    else:
+        assert status == 0, err
