@@ -92,6 +92,10 @@ def test_chosen_columns_and_other_commands(
 
 
 @pytest.mark.parametrize("text", ["[1]", '{"end": "x"}', '{"end": {"metrics": [3]}}', "{", "\xff"])
-def test_a_record_that_is_not_one(text: str, runs: Path, main: Callable[..., int]) -> None:
+def test_a_record_that_is_not_one(
+    text: str, runs: Path, main: Callable[..., int], capfd: pytest.CaptureFixture
+) -> None:
     (runs / "killed" / "run.json").write_text(text, encoding="latin-1")
-    assert main("runs", str(runs)) == 0
+    assert main("runs", str(runs), "--csv") == 0
+    rows = csv.DictReader(capfd.readouterr().out.splitlines())
+    assert {row["run"]: row["state"] for row in rows}["killed"] == "unfinished"

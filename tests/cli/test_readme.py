@@ -5,11 +5,14 @@ The commands of a directory that can be deleted are tried by its own tests.
 
 import re
 import shlex
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from lightning_mgpu.cli.training_cli import TrainingCLI
 
 REPOSITORY = Path(__file__).parents[2]
 PAGES = {
@@ -33,16 +36,11 @@ def test_command_is_taken(
 ) -> None:
     for name, code in re.findall(r"```(?:python|yaml)\n# (\S+)\n(.*?)```", TEXT, flags=re.DOTALL):
         (tmp_path / name).write_text(code)
-    monkeypatch.syspath_prepend(tmp_path)
-    args = shlex.split(line)[3:]
-    if "--resume=" in line:  # of a run that is not there
-        assert main(*args) == 2 and "--resume=" in capsys.readouterr().err
-        return
-    # made by the command before
-    args = [arg for arg in args if not arg.startswith(("--ckpt_path", "--weights"))]
-    shows_help = "help" in args[-1]
-    assert main(*args, *([] if shows_help else ["--print_config"])) == 0
-    assert ("usage: " if shows_help else "trainer") in capsys.readouterr().out
+    files = ("--ckpt_path=", "--weights=", "--resume=")  # made by the commands before
+    args = [arg for arg in shlex.split(line)[3:] if not arg.startswith(files)]
+    # by then the options are parsed; `--print_config` would take any option
+    monkeypatch.setattr(TrainingCLI, "build", lambda *_: sys.exit())
+    assert main(*args) == 0, capsys.readouterr().err
 
 
 def test_there_are_commands() -> None:

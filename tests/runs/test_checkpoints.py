@@ -98,12 +98,15 @@ def test_which_checkpoint_is_the_best(
 def test_evaluation_takes_a_checkpoint_alone(
     run: Path, main: Callable, root: Path, capfd: Any
 ) -> None:
-    path = "--ckpt_path=run/checkpoints/last.ckpt"
+    (best,) = Path("run/checkpoints").glob("epoch=*.ckpt")
+    path = f"--ckpt_path={best}"
     where = (f"--data.root={root}", "--trainer.accelerator=cpu", "--trainer.devices=1")
     assert main("test", path, *where, "--run_dir=tested", "--data.batch_size=9") == 0
     out = capfd.readouterr().out
     assert "Net, 12,730 parameters" in out
-    assert "ckpt:     run/checkpoints/last.ckpt\n" in out
+    assert f"ckpt:     {best}\n" in out
+    losses = [float(metrics(each)[-1]["test_loss"]) for each in (run, run.parent / "tested")]
+    assert losses[1] == pytest.approx(losses[0])  # that of the trained weights
     assert main("predict", path, *where, "--run_dir=predicted") == 0
     assert len(list(csv.reader((run.parent / "predicted" / "predictions.csv").open()))) == 108
     assert main("test", path, "--seed_everything=5", "--print_config") == 0
