@@ -3,7 +3,6 @@
 import csv
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -79,34 +78,6 @@ def test_other_models_get_what_can_be_drawn(
     monkeypatch.setattr(Classifier, "forward", lambda _, X: X["image"].flatten(1)[:, :3])
     trainer.test(VectorNet(), DataLoader(images, 4), verbose=False)
     assert (tmp_path / "predictions.png").exists()
-
-
-class OneLogit(VectorNet):
-    def test_step(self, batch: Any, *args: Any) -> Any:
-        return {"logits": batch[0][:, :1]}
-
-
-def test_one_logit_is_two_classes(
-    make_trainer: Callable, tmp_path: Path, recwarn: pytest.WarningsRecorder
-) -> None:
-    """With labels 0.0 and 1.0, as for binary cross-entropy. Other numbers are not drawn."""
-    X, callback = torch.tensor([[-1.0], [-2.0], [3.0], [4.0], [5.0]]), TestPictures()
-    loader = DataLoader(TensorDataset(X, torch.tensor([0.0, 1, 1, 1, 0])), 3)
-    make_trainer(callbacks=[callback]).test(OneLogit(), loader, verbose=False)
-    assert callback.confusion is not None
-    assert callback.confusion.compute().tolist() == [[1, 1], [1, 2]]
-    (tmp_path / "confusion.png").unlink()
-    make_trainer(callbacks=[TestPictures()]).test(OneLogit(), DataLoader(TensorDataset(X, X[:, 0])))
-    assert not list(tmp_path.iterdir())
-    assert not [each for each in recwarn if "is not right" in str(each.message)]
-
-
-@pytest.mark.parametrize("classes", [None, 2, ["cat"], ["cat", "dog"]])
-def test_names_of_labels(classes: Any) -> None:
-    trainer = SimpleNamespace(datamodule=SimpleNamespace(classes=classes))
-    assert pictures.label_names(trainer, 2) == (
-        ["cat", "dog"] if classes == ["cat", "dog"] else ["0", "1"]
-    )
 
 
 def test_no_picture_ends_a_run(

@@ -2,7 +2,6 @@
 
 import csv
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -167,11 +166,9 @@ def assert_same(whole: Path, resumed: Path) -> None:
 
 
 @pytest.fixture
-def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def own(tmp_path: Path) -> Path:
     """The working directory, where `own_run.py` is."""
     (tmp_path / "own_run.py").write_text(OWN)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "own_run", raising=False)
     return tmp_path
 
 

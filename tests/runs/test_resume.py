@@ -225,11 +225,6 @@ def test_a_damaged_run_is_refused(
     assert "or holds objects of classes, whose code never runs" in refused()
     torch.save({**content, "lightning_mgpu": {"streams": 1}}, path)
     assert "last.ckpt is of another version" in refused()
-    for changed in ({"loops": 3}, {"lightning_mgpu": {**content["lightning_mgpu"], "metrics": 3}}):
-        torch.save({**content, **changed}, path)
-        assert "last.ckpt is not a file that `fit` has written: TypeError" in refused()
-    torch.save({**content, "callbacks": 3}, path)
-    assert "last.ckpt cannot be restored: AttributeError" in refused()
     torch.save({**content, "optimizer_states": []}, path)
     assert "last.ckpt has the states of 0 optimizers, and the model 1: start a" in refused()
     path.write_bytes(good)
