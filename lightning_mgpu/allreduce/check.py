@@ -77,7 +77,7 @@ def _cases(devices: Sequence[torch.device]) -> list[list[Tensor]]:
     if any(device.type == "mps" for device in devices):
         dtypes = [torch.float32]  # Apple GPUs have no other
     for dtype in dtypes:
-        for shape in ((2 * k + 1,), (3, 5), (0,), (1,)):
+        for shape in ((2 * k + 1,), (3, 5), (0,), (1,), (5003,)):
             cases.append([torch.randn(shape, generator=generator, dtype=dtype) for _ in devices])
         # laid out in memory like the gradient of a channels_last convolution: not contiguous
         cases.append([torch.randn(5, 3, generator=generator, dtype=dtype).t() for _ in devices])

@@ -101,7 +101,7 @@ class BatchLoader(DataLoader):
 def batch_loader(
     dataset: Dataset,
     batch_size: int,
-    trainer: Trainer | None = None,
+    trainer: Trainer | None,
     shuffle: bool = False,
     seed: int | None = None,
     drop_last: bool = False,
@@ -114,6 +114,7 @@ def batch_loader(
         dataset: Indexed by sample, as for a `DataLoader`, or a `BatchDataset`.
         batch_size: Samples of a *global* batch, under every strategy and number of devices.
         trainer: The data module's `self.trainer`, which knows the processes that share a batch.
+            With None, this process reads whole batches.
         shuffle: Draw a new order every epoch, for training. The default is dataset order.
         seed: For the order, and for what samples draw. The default is `seed_everything`'s.
         drop_last: Leave out a last global batch that is smaller than the others. In `predict`, the

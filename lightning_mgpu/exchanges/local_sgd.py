@@ -190,7 +190,7 @@ class LocalSGDStrategy(ExchangeStrategy):
         if self.update:  # of a window that goes on
             self.update.buffers = None
         args = [self._find_differences()], "weights to exchange", buffers.num_bytes and buffers
-        steps, _ = self.exchange_all(*args, since_last=self._sum_up())
+        steps = self.exchange_all(*args, since_last=self._sum_up())
         self._move_weights(steps, mix=0)
         self._weights = {}
 
@@ -209,8 +209,7 @@ class LocalSGDStrategy(ExchangeStrategy):
         self._is_under_way = False
         results = self._dispatcher.finish({})
         flags = self.read_flags(results[MEETING].numpy())
-        steps, _ = self.take_results(results, flags)
-        self._move_weights(steps, self.mix)
+        self._move_weights(self.take_results(results, flags), self.mix)
 
     def _find_differences(self) -> Gradients:
         if {*self._find_trained()} != {*self._weights}:

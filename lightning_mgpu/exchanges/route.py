@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_mgpu.routes.sums import Message
-from lightning_mgpu.shards.checksum import checksum
+from lightning_mgpu.shards.checksum import checksum, to_bytes
 
 Exchange = Generator[Any, Any, Any]
 
@@ -166,7 +166,3 @@ def describe(sent: Any) -> str:
     if isinstance(sent, Tensor):
         return f"shape {tuple(sent.shape)} ({sent.dtype}, {sent.device.type})"
     return str([*map(describe, sent)]) if isinstance(sent, (list, tuple)) else repr(sent)
-
-
-def to_bytes(X: Tensor) -> Tensor:
-    return X.detach().reshape(-1).contiguous().view(torch.uint8)

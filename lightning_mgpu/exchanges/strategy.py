@@ -32,7 +32,6 @@ class ExchangeStrategy(ManualAllreduceStrategy):
     Args:
         exchange: One replica's side (see `lightning_mgpu.exchanges`), or its dotted path.
         options: Arguments of the exchange, by name.
-        every: Refused here: `exchange_local_sgd` and `exchange_diloco` take it.
         flat: X has the gradients of all parameters of one dtype that require a gradient, in the
             order of `named_parameters`, as one vector. It is sent after the backward pass.
         replicas, ...: As for `ManualAllreduceStrategy`.
@@ -50,13 +49,10 @@ class ExchangeStrategy(ManualAllreduceStrategy):
         self,
         exchange: Callable[..., Any] = exact,
         options: dict[str, Any] | None = None,
-        every: int | None = None,
         flat: bool = False,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        if every is not None:
-            raise ValueError(f"{every=}: take the strategy exchange_local_sgd or exchange_diloco")
         if self.allreduce is not textbook_allreduce:
             raise ValueError("an exchange takes no `allreduce`")
         if flat and hasattr(getattr(exchange, "func", exchange), "needs_matrices"):
@@ -157,9 +153,9 @@ class ExchangeStrategy(ManualAllreduceStrategy):
         found |= {p: torch.zeros_like(p) for p in bucket.parameters if p not in found}
         return bucket.keep([found[p] for p in bucket.parameters])
 
-    def take_results(self, results: dict[Any, Any], flags: list[int]) -> tuple[Gradients, bool]:
+    def take_results(self, results: dict[Any, Any], flags: list[int]) -> Gradients:
         """If a number was not finite, all results are NaN, and no state keeps this update."""
-        found, has_spoiled = super().take_results(results, flags)
+        found, has_spoiled = super().take_results(results, flags), flags[1]
         after, self._after = self._after, defaultdict(dict)
         names = {self._layout[p][0] for p in found}
         for replica, kept in self._states.items() if not has_spoiled else ():
@@ -173,7 +169,7 @@ class ExchangeStrategy(ManualAllreduceStrategy):
             elif not X.isfinite().all():
                 told = "an exchange makes numbers that are not finite of gradients that are"
                 raise RuntimeError(f"{self._layout[p][0]}: {told}")
-        return found, has_spoiled
+        return found
 
     def set_sums(self, sums: Gradients) -> None:
         super().set_sums(sums)

@@ -13,6 +13,7 @@ from functools import cache
 from typing import Any
 
 import torch.distributed as dist
+from lightning.fabric.utilities.distributed import _destroy_dist_connection
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
@@ -96,7 +97,7 @@ def end_with_main_process(is_on: bool = True) -> None:
 @cache
 def host_group(world: Any, timeout: Any) -> Any:
     """A gloo group of all processes: one for all Trainers of a script, as it has threads."""
-    atexit.register(destroy_groups)
+    atexit.register(_destroy_dist_connection)  # else gloo's threads might abort the exit
     return dist.new_group(backend="gloo", timeout=2 * timeout)  # `wait` ends first, and says why
 
 
@@ -110,9 +111,3 @@ def drop_group(group: Any, is_interrupted: bool) -> None:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
     elif group is not None:
         dist.destroy_process_group(group)
-
-
-def destroy_groups() -> None:
-    """At exit, because gloo's threads might abort it."""
-    if dist.is_initialized():
-        dist.destroy_process_group()

@@ -40,26 +40,14 @@ class MeetingStrategy(DDPStrategy):
         """Whether there is one process, of one replica or of several."""
         return self.world_size == 1
 
-    def gather(self, row: np.ndarray, purpose: str) -> np.ndarray:
-        """Rows (n,) of all processes, on the host: (P, n). The purpose is compared."""
-        return self.meeting.gather(row, purpose)
-
-    def compare_facts(
-        self,
-        purpose: str,
-        beside: Sequence[int] | np.ndarray = (),
-        names: Sequence[str] = (),
-        **own: int,
-    ) -> np.ndarray:
+    def compare_facts(self, purpose: str, names: Sequence[str] = (), **own: int) -> None:
         """A meeting that compares what processes must have alike: the `own` values are of `facts`.
-
-        Returns the bytes `beside` the facts, of all processes: (P, n).
 
         Raises:
             RuntimeError: If processes differ in one of the facts.
         """
-        row = self.facts_to_row(beside, names, **own)
-        return self.check_facts(self.gather(row, purpose), names)
+        row = self.facts_to_row((), names, **own)
+        self.check_facts(self.meeting.gather(row, purpose), names)
 
     def facts_to_row(
         self, beside: Sequence[int] | np.ndarray = (), names: Sequence[str] = (), **own: int
@@ -86,7 +74,7 @@ class MeetingStrategy(DDPStrategy):
         if self.is_alone:
             return
         tensors = dict([*self.module.named_parameters(), *self.module.named_buffers()])
-        digests = self.gather(np.array([*map(checksum, tensors.values())]), "weights")
+        digests = self.meeting.gather(np.array([*map(checksum, tensors.values())]), "weights")
         for process, i in np.argwhere(digests != digests[0]).tolist():
             raise RuntimeError(
                 f"{DIFFER}: {[*tensors][i]} of process {process} is not that of process 0, by "

@@ -24,7 +24,6 @@ from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.seed import isolate_rng
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -40,8 +39,6 @@ from lightning_mgpu.processes.meeting import Meeting
 from lightning_mgpu.shards.generators import Generators
 from lightning_mgpu.shards.loader import ShardLoader
 from lightning_mgpu.shards.reader import Shards
-
-STEPS = "training_step", "validation_step", "test_step", "predict_step"
 
 
 class ProcessPerDeviceStrategy(MeetingStrategy):
@@ -123,11 +120,6 @@ class ProcessPerDeviceStrategy(MeetingStrategy):
     def setup(self, trainer: Trainer) -> None:
         handle_signals(trainer)
         self.kept = None  # an evaluation may have failed
-        for step in STEPS:
-            if is_param_in_hook_signature(getattr(self.module, step), "dataloader_iter", True):
-                raise MisconfigurationException(
-                    f"{step}(dataloader_iter): an iterator does not tell its batches; take `batch`."
-                )
         hook: Any = MethodType(_on_before_batch_transfer, self.module)
         self.module._on_before_batch_transfer = hook
         if self.is_one_machine:
@@ -173,7 +165,7 @@ class ProcessPerDeviceStrategy(MeetingStrategy):
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         if self.meeting is not None:
-            self.gather(np.zeros(1, np.uint8), "barrier")
+            self.meeting.gather(np.zeros(1, np.uint8), "barrier")
 
     def batch_to_device(self, batch: Any, device: Any = None, dataloader_idx: int = 0) -> Any:
         """Takes the `Shards` of a loop's batch, and hands on what is in them.
@@ -236,7 +228,7 @@ class ProcessPerDeviceStrategy(MeetingStrategy):
         if self.runs_one_of_several:
             raise MisconfigurationException("all_gather in a step: leave out `replicas`.")
         shape = crc32(repr((tensor.dtype, tensor.shape)).encode())
-        if np.ptp(self.gather(np.array([shape]), "all_gather")):
+        if np.ptp(self.meeting.gather(np.array([shape]), "all_gather")):
             raise RuntimeError(
                 f"all_gather of tensors of different shapes, here {tuple(tensor.shape)}: parts of "
                 "a data set differ in size. Take a torchmetrics object, for example CatMetric."

@@ -10,8 +10,6 @@ which is while the backward pass still runs (dispatcher.py).
     bucket 0                                | message ...        |
     bucket 1                                                     | message ...      |
 
-After the pass all processes meet (`processes/meeting.py`), to compare what must be alike. Then each
-receives the buckets in the order in which they were sent. Each replica's gradient has been scaled
-by its share of the batch, so that a sum is the gradient of the mean. `strategies/__init__.py` has
-the whole way of a batch. An exchange of one's own is another route (`exchanges/`).
+`strategies/__init__.py` has the whole way of a batch. An exchange of one's own is another route
+(`exchanges/`).
 """

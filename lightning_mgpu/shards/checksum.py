@@ -15,7 +15,7 @@ def checksum(part: Any, before: int = 0) -> int:
     `before` is the checksum of what comes before it.
     """
     if isinstance(part, Tensor) and is_dense(part):
-        part = part.detach().reshape(-1).cpu().contiguous().view(torch.uint8).numpy()
+        part = to_bytes(part).cpu().numpy()
     if isinstance(part, np.ndarray):
         if not part.dtype.hasobject:
             return crc32(part.tobytes(), before)
@@ -26,6 +26,11 @@ def checksum(part: Any, before: int = 0) -> int:
         return before
     is_plain = isinstance(part, (np.generic, str, bytes, int, float, complex, type(None)))
     return crc32(repr(part if is_plain else type(part)).encode(), before)
+
+
+def to_bytes(X: Tensor) -> Tensor:
+    """The bytes of its numbers, in their order: (n,). Equal bytes tell NaN from NaN, too."""
+    return X.detach().reshape(-1).contiguous().view(torch.uint8)
 
 
 def is_dense(tensor: Tensor) -> bool:

@@ -8,7 +8,6 @@ import copy
 import sys
 from collections.abc import Iterator, Sequence
 from itertools import chain
-from types import FrameType
 from typing import Any
 from zlib import crc32
 
@@ -82,7 +81,7 @@ class ShardLoader:
         loaders = getattr(combined, "flattened", [])
         number = loaders.index(self) if self in loaders else None
         # others look at some batches, perhaps in one process only: no global generator moves
-        is_look = number is None or not calls_this(combined)
+        is_look = number is None or not starts_from(loaders)
         if is_look and self.looks is None:
             vars(self).update(looks=Generators())
         guard = self.looks.used if is_look else self.strategy.draw_for_loader
@@ -223,16 +222,15 @@ def need_weight(reason: str, is_needed: bool) -> None:
         raise ValueError(f"{how}: {reason}.")
 
 
-def calls_this(caller: Any) -> bool:
-    """Whether one of the functions that have called the one that asks is a method of `caller`.
+def starts_from(loaders: Any) -> bool:
+    """Whether an iterator over these loaders has called the one that asks, and not a hook.
 
     A CombinedLoader starts its loaders by `iter`, which hands nothing on that would tell.
     """
-    frame: FrameType | None = sys._getframe(1)
-    for _ in range(6):  # in Lightning 2.6 it is the fourth, or the fifth
-        if frame is not None and frame.f_locals.get("self") is not caller:
-            frame = frame.f_back
-    return frame is not None and frame.f_locals.get("self") is caller
+    caller = sys._getframe(2)
+    # in Python 3.11, a list comprehension has a frame of its own
+    callers = [each for each in (caller, caller.f_back) if each is not None]
+    return any(getattr(x.f_locals.get("self"), "iterables", None) is loaders for x in callers)
 
 
 def makes_whole_batches(loader: Any) -> bool:

@@ -10,6 +10,8 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
+from lightning_mgpu.shards.checksum import to_bytes
+
 AVERAGED = ("running_mean", "running_var")
 STATISTICS = (*AVERAGED, "num_batches_tracked")
 
@@ -57,7 +59,7 @@ class ReplicaBuffers:
 
 def read_buffers(module: nn.Module, num_bytes: int | None = None) -> Tensor:
     """A copy of all buffers in one row of bytes, as many as before a step."""
-    parts = [b.detach().contiguous().view(-1).view(torch.uint8) for _, b in _buffers(module)]
+    parts = [*map(to_bytes, module.buffers())]
     row = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
     if num_bytes is not None and len(row) != num_bytes:
         raise RuntimeError("A step has made a buffer, or changed its shape: make it before fit.")
@@ -68,17 +70,13 @@ def read_buffers(module: nn.Module, num_bytes: int | None = None) -> Tensor:
 def write_buffers(module: nn.Module, rows: Tensor) -> None:
     """Set the buffers to what the rows (k, bytes) of k replicas become."""
     end = 0
-    for name, buffer in _buffers(module):
+    for name, buffer in module.named_buffers():
         start, end = end, end + buffer.nbytes
-        values = rows[:, start:end].flatten().view(buffer.dtype).view(len(rows), -1)
+        part = torch.cat([*rows[:, start:end]])  # a new tensor is aligned for every dtype
+        values = part.view(buffer.dtype).view(len(rows), buffer.numel())
         is_mean = name.endswith(AVERAGED) and len(rows) > 1
         value = (values.mean(0) if is_mean else values[0]).view(buffer.shape)
         if name.endswith(STATISTICS):
             buffer.data.copy_(value)  # the backward pass does not need them
         elif not torch.equal(value, buffer):
             buffer.copy_(value)  # autograd raises if it needs the buffer as it was
-
-
-def _buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
-    # the largest dtype first, so that all views are aligned
-    return sorted(module.named_buffers(), key=lambda item: -item[1].element_size())

@@ -17,7 +17,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.seed import isolate_rng
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import LBFGS
 
 from lightning_mgpu.allreduce import check_allreduce, textbook_allreduce
@@ -30,6 +30,7 @@ from lightning_mgpu.strategies.loss import scale_gradient
 from lightning_mgpu.strategies.sending import BUFFERS, GradientSender
 from lightning_mgpu.strategies.sync_batchnorm import CPUSyncBatchNorm
 from lightning_mgpu.strategies.update import Update
+from lightning_mgpu.tools import EXCHANGE
 
 SEED = "seed of steps"  # of the fit that a checkpoint is of
 
@@ -68,8 +69,10 @@ class ManualAllreduceStrategy(GradientSender):
         timeout: timedelta = timedelta(minutes=5),
         start_method: Literal["popen", "spawn", "fork"] = "popen",
     ) -> None:
-        if not callable(allreduce) or (replicas is not None and replicas < 1):
-            raise ValueError(f"{allreduce=}, {replicas=}: needed are a function, and a count >= 1")
+        if not callable(allreduce):
+            raise ValueError(f"{allreduce=}: needed is a function")
+        if replicas is not None and replicas < 1:
+            raise ValueError(f"{replicas=}: needed is a count of at least 1")
         if bucket_cap_mb is not None and not 0 <= bucket_cap_mb < math.inf:
             raise ValueError(f"{bucket_cap_mb=}: needed is a number of MB; 0 is one bucket")
         super().__init__(
@@ -121,7 +124,7 @@ class ManualAllreduceStrategy(GradientSender):
         """
         if self.num_replicas > 1 or not self.sums_in_place:
             buffers = self.update.buffers if self.update else None
-            replicas = [self.exchange_all(replicas, "gradients", buffers)[0]]
+            replicas = [self.exchange_all(replicas, "gradients", buffers)]
         self.set_sums(replicas[0])
 
     def set_sums(self, sums: Gradients) -> None:
@@ -137,7 +140,7 @@ class ManualAllreduceStrategy(GradientSender):
 
     def gather_weights(self, weights: np.ndarray) -> np.ndarray:
         """The weights of all replicas' losses."""
-        return self.gather(weights, "weights of losses")
+        return self.meeting.gather(weights, "weights of losses")
 
     def _begin_update(self) -> Update:
         """The one that has begun in this epoch, or a new one."""
@@ -154,12 +157,6 @@ class ManualAllreduceStrategy(GradientSender):
             return super().setup(trainer)
         for k in {self.num_replicas, 3, 4}:  # with two, sums in any order are equal
             check_allreduce(self.allreduce, [self.root_device] * k)
-        is_own = not self.module.automatic_optimization or is_overridden("backward", self.module)
-        if self.num_local > 1 and (self._layer_sync or is_own):
-            raise MisconfigurationException(
-                "sync_batchnorm, manual optimization and a module's own `backward` need one "
-                "replica per process: leave out `replicas`."
-            )
         if self._layer_sync and not self.is_alone:
             if self.root_device.type == "cpu":
                 self._layer_sync = CPUSyncBatchNorm()
@@ -169,11 +166,16 @@ class ManualAllreduceStrategy(GradientSender):
             raise MisconfigurationException(
                 "LBFGS decides by the loss, of which each process knows its part: take one process."
             )
+        is_manual = not self.module.automatic_optimization
+        is_own = is_overridden("backward", self.module)
+        layers = [each for each in self.module.modules() if isinstance(each, nn.SyncBatchNorm)]
         plateaus = [each for each in trainer.lr_scheduler_configs if each.reduce_on_plateau]
-        if self.num_local > 1 and any(each.interval == "step" for each in plateaus):
+        by_step = any(each.interval == "step" for each in plateaus)
+        if self.num_local > 1 and (self._layer_sync or layers or is_manual or is_own or by_step):
             raise MisconfigurationException(
-                "A scheduler that follows a value in every step would act on the last replica's: "
-                "let it act once per epoch, or leave out `replicas`."
+                "sync_batchnorm, manual optimization, a module's own `backward` and a scheduler "
+                "that follows a value in every step need one replica per process: leave out "
+                "`replicas`."
             )
         # from torch's generator: two fits of a script draw other numbers, and a fit after the same
         # `seed_everything` the same
@@ -182,8 +184,7 @@ class ManualAllreduceStrategy(GradientSender):
         self.update = None
         # a module's own pass may edit gradients, and an override does
         own = ManualAllreduceStrategy.exchange_gradients
-        is_own = is_overridden("backward", self.module) or type(self).exchange_gradients is not own
-        self.set_up_courier(is_own)
+        self.set_up_courier(is_own or type(self).exchange_gradients is not own)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if self.module.trainer.fit_loop.total_batch_idx == 1:
@@ -193,6 +194,10 @@ class ManualAllreduceStrategy(GradientSender):
         super().save_checkpoint({**checkpoint, SEED: self._seed}, *args, **kwargs)
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
+        if EXCHANGE in checkpoint and not hasattr(self, "exchange"):
+            raise MisconfigurationException(
+                "The checkpoint has the state of an exchange: take the strategy that saved it."
+            )
         self._seed = checkpoint.get(SEED, self._seed)
         super().load_optimizer_state_dict(checkpoint)
 
@@ -225,7 +230,7 @@ class ManualAllreduceStrategy(GradientSender):
         update = update or self.update
         if update and update.buffers:
             self._start_buffers(update.buffers)
-            self.gather(np.zeros(1, np.uint8), BUFFERS)
+            self.meeting.gather(np.zeros(1, np.uint8), BUFFERS)
             rows = self._courier.finish()[BUFFERS]
             write_buffers(self.module, rows.view(self.num_replicas, -1))
             update.buffers = None

@@ -66,18 +66,17 @@ class GradientSender(ProcessPerDeviceStrategy):
 
     def exchange_all(
         self, replicas: list[Gradients], purpose: str, buffers: Any = None, **facts: int
-    ) -> tuple[Gradients, bool]:
+    ) -> Gradients:
         """Start what has not started, meet, and take what the routes return.
 
         With `ReplicaBuffers`, the buffers of all replicas are shared, too.
 
-        Returns the results for parameters of which any replica has a gradient, and whether numbers
-        were not finite, of which a route has told by `Bucket.has_spoiled`.
+        Returns the results for parameters of which any replica has a gradient.
         """
         with self.meeting.span("sums"):
             while True:
                 row = self.start_all(replicas, buffers, **facts)
-                flags = self.read_flags(self.gather(row, purpose))
+                flags = self.read_flags(self.meeting.gather(row, purpose))
                 if not flags[0]:
                     return self.take_results(self._dispatcher.finish(replicas[0]), flags)
                 self._dispatcher.finish({})  # a hook has edited gradients on their way
@@ -103,20 +102,23 @@ class GradientSender(ProcessPerDeviceStrategy):
         self._courier.start(BUFFERS, route, waits=True)
 
     def read_flags(self, rows: np.ndarray) -> list[int]:
-        """Of the rows of all processes: is any edited, is any spoiled, who has a gradient."""
+        """Of the rows of all processes: is any edited, is any spoiled, who has a gradient.
+
+        A route tells by `Bucket.has_spoiled` that it got numbers that are not finite.
+        """
         count = 2 + len(self._dispatcher.layout)
         flags: Any = np.unpackbits(self.check_facts(rows), axis=1, count=count)
         return flags.any(axis=0).tolist()
 
-    def take_results(self, results: dict[Any, Any], flags: list[int]) -> tuple[Gradients, bool]:
+    def take_results(self, results: dict[Any, Any], flags: list[int]) -> Gradients:
         """What `exchange_all` returns, from the results of routes."""
-        _, has_spoiled, *has_gradient = flags
+        _, _, *has_gradient = flags
         if BUFFERS in results:
             write_buffers(self.module, results[BUFFERS].view(self.num_replicas, -1))
         buckets = self._dispatcher.buckets
         sums = {p: X for bucket in buckets for p, X in zip(bucket.parameters, results[bucket])}
         present = zip(self._dispatcher.layout, has_gradient)
-        return {p: sums[p] for p, is_there in present if is_there}, bool(has_spoiled)
+        return {p: sums[p] for p, is_there in present if is_there}
 
     def _renew_dispatcher(self) -> Dispatcher:
         """A new one, if there are other parameters than in the update before."""

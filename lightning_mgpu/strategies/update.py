@@ -116,7 +116,7 @@ class Update:
         rows: Any = [(loss.detach(), factor) for loss, factor in zip(self.losses, self.factors)]
         if self.finds_rate:
             here = np.array([[loss.item(), factor] for loss, factor in rows]).reshape(-1)
-            rows = self.strategy.gather(here, "losses").reshape(-1, 2).tolist()
+            rows = self.strategy.meeting.gather(here, "losses").reshape(-1, 2).tolist()
         mean, total = torch.zeros_like(self.losses[0]), sum(factor for _, factor in rows)
         for loss, factor in rows:  # in the order of replicas, for the same bits
             if factor:  # a loss with weight 0 may be NaN: it does not count

@@ -28,6 +28,13 @@ def drops_the_remainder(data: list[Tensor]) -> None:
     textbook_allreduce(data if data[0].numel() < len(data) else [t.flatten()[:n] for t in data])
 
 
+def drops_the_tail(data: list[Tensor]) -> None:
+    """In pieces of 1,024 numbers, as for a network, of which the last one is missing."""
+    n = data[0].numel()
+    for begin in range(0, max(n - 1023, 1), 1024):
+        textbook_allreduce([t.reshape(-1)[begin : begin + 1024] for t in data])
+
+
 def sums_in_another_order_on_each(data: list[Tensor]) -> None:
     terms = [t.clone() for t in data]
     for i in range(len(data)):
@@ -45,6 +52,7 @@ REFUSED: dict[Callable[[list[Tensor]], Any], list[str]] = {
     book_2021: ["left device 1 (cpu) with [2.0, 4.0] instead of the sum [7.0, 14.0]", "not rebind"],
     views: ["raised RuntimeError", "shape (3, 5), strides (1, 3)"],
     drops_the_remainder: ["left device 0 (cpu)", "shape (7,)"],
+    drops_the_tail: ["left device 0 (cpu)", "shape (5003,)"],
     sums_in_another_order_on_each: ["left device 1 (cpu)", "on device 0", "the same bits"],
     changes_its_mind: ["when called again", "at every call"],
 }

@@ -172,13 +172,13 @@ def test_refusals(tmp_path: Path) -> None:
         (new(replicas=3), Net, last, "--trainer.strategy.replicas=2, which must stay"),
         (new(exchange=sign, options={}), Net, last, "strategy.exchange=lightning_mgpu.exch"),
         (new(), Net, other, "This checkpoint has no exchange's state"),
+        (ManualAllreduceStrategy(), Net, last, "has the state of an exchange: take the strategy"),
         (new(replicas=1), Manual, None, "need automatic optimization"),
         (new(), Searches, None, "no LBFGS"),
     ]:
         found = attempt(train, strategy, make, resume=resume)
         assert said in found and "\n" not in found, found
     for options, said in [
-        ({"every": 4}, "every=4: take the strategy exchange_local_sgd or"),
         ({"flat": True, "exchange": power_sgd}, "power_sgd needs matrices"),
         ({"flat": True, "bucket_cap_mb": 4}, "leave out `bucket_cap_mb`"),
     ]:

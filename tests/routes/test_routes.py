@@ -159,10 +159,12 @@ def fit_bucketed(make: Any, cap: float = ONE_PER_BUCKET) -> Any:
 
 @pytest.mark.parametrize("make", EDITED)
 def test_a_gradient_edited_after_it_was_sent(make: Any, in_two_processes: Callable) -> None:
-    """It trains as with one bucket, which leaves after the pass."""
-    expected = in_two_processes(fit_bucketed, make, 0)
+    """It trains as with one bucket, which leaves after the pass, and as one device if all edit."""
+    expected = in_two_processes(fit_bucketed, make, 0)[0]
     for found in in_two_processes(fit_bucketed, make):
-        assert_close(found, expected[0], 0, 0)
+        assert_close(found, expected, 0, 0)
+    if make is not EditsInOne:
+        assert_close(attempt(fit, make, strategy="auto"), expected)
 
 
 class Fails(Net):

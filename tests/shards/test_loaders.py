@@ -2,6 +2,7 @@
 
 import csv
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -36,11 +37,6 @@ class Several(Net):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         second = self.loss(batch["b"]) if batch["b"] is not None else 0.0
         return self.loss(batch["a"]) + 2 * second
-
-
-class Iterates(Net):
-    def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
-        return self.loss(next(dataloader_iter)[0])
 
 
 class Doubles(Net):
@@ -196,11 +192,6 @@ CASES = {
         Several,
         data=lambda: several(60, 30, 5),
     ),
-    "an iterator": refused(
-        "training_step(dataloader_iter): an iterator does not tell its batches",
-        Iterates,
-        data=lambda: DataLoader(samples(), 10),
-    ),
     "together": refused(
         "A batch of 1 samples cannot be shared out to 2", EvaluatesBoth, val=of_two_sizes
     ),
@@ -230,9 +221,12 @@ def predict(make: Any, size: int, directory: Path) -> int:
     return len(trainer.predict(Predicts().double(), make(samples(), size)) or ())
 
 
+in_batches = partial(batch_loader, trainer=None)
+
+
 # batches of one sample are joined, and so is the last batch of 28
 @pytest.mark.parametrize(
-    ("make", "size"), [(DataLoader, 1), (DataLoader, 10), (DataLoader, 28), (batch_loader, 10)]
+    ("make", "size"), [(DataLoader, 1), (DataLoader, 10), (DataLoader, 28), (in_batches, 10)]
 )
 def test_predictions_know_their_samples(
     make: Any, size: int, in_two_processes: Callable, tmp_path: Path

@@ -95,6 +95,7 @@ class Still(Normalized):
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("num_seen", torch.zeros((), dtype=torch.int32))
+        self.register_buffer("empty", torch.empty(0))
 
     def loss(self, batch: Any) -> Tensor:
         self.num_seen += len(batch[0])

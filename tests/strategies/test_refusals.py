@@ -140,8 +140,10 @@ CASES = {
     "edited gradients": in_one(
         HalvesGradients, "A hook has edited gradients", accumulate_grad_batches=3
     ),
-    "a scheduler of every step": in_one(
-        FollowsSteps, "A scheduler that follows a value in every step"
+    "a scheduler of every step": in_one(FollowsSteps, ONE_REPLICA),
+    "SyncBatchNorm": in_one(
+        lambda: Net(nn.Sequential(nn.Linear(8, 16), nn.SyncBatchNorm(16), nn.Linear(16, 3))),
+        ONE_REPLICA,
     ),
     "no loss": in_one(lambda: Returns(lambda loss: None), "every shard needs a loss"),
     "a weight": in_one(lambda: Returns(lambda loss: {"loss": loss, "weight": 1.0}), ALL_OR_NONE),
@@ -169,9 +171,10 @@ def test_refused_in_one_line(name: str, in_two_processes: Callable) -> None:
 
 
 def test_wrong_options() -> None:
-    for options in ({"replicas": -1}, {"allreduce": 3}):
-        with pytest.raises(ValueError, match="needed are a function"):
-            ManualAllreduceStrategy(**options)
+    with pytest.raises(ValueError, match="replicas=-1: needed is a count of at least 1"):
+        ManualAllreduceStrategy(replicas=-1)
+    with pytest.raises(ValueError, match="allreduce=3: needed is a function"):
+        ManualAllreduceStrategy(allreduce=3)  # type: ignore[arg-type]
 
 
 def test_one_process_needs_no_launcher_and_no_group() -> None:
