@@ -16,11 +16,11 @@ from argparse import REMAINDER, Namespace
 from pathlib import Path
 from subprocess import Popen
 from tempfile import TemporaryFile
-from typing import IO
+from typing import IO, Any
 
 from lightning_mgpu.network import clock, links
 from lightning_mgpu.network.steps import Steps
-from lightning_mgpu.tools import LAST, check_range, command, make_parser, program
+from lightning_mgpu.tools import LAST, command, make_parser, program
 
 LISTS = ("delay_ms", "mbit", "slow")  # options with a value for each machine, or for all
 
@@ -30,22 +30,20 @@ def network_command(arguments: list[str]) -> None:
     add = parser.add_argument
     add("--machines", type=int, metavar="N", default=2)
     add("--faster", type=float, default=1.0, help="by this factor than a core of this machine")
-    add("--delay_ms", default="20", help="from one machine to another: half of it at each end")
-    add("--mbit", default="100", help="per second that each can send, and receive")
-    add("--slow", default="1", help="by this factor a machine computes more slowly")
+    many: Any = {"type": numbers, "metavar": "X[,X...]"}
+    add("--delay_ms", **many, default=[20.0], help="between machines: half of it at each end")
+    add("--mbit", **many, default=[100.0], help="per second that each can send, and receive")
+    add("--slow", **many, default=[1.0], help="by this factor a machine computes more slowly")
     add("--csv", help="write a row per machine and step to this file")
     add("--picture", help="draw some steps of each machine to this file")
     add("fit", choices=["fit"], help="and its options")
     add("options", nargs=REMAINDER)
     args = parser.parse_args(arguments)
     for name in LISTS:
-        try:
-            values = links.spread(getattr(args, name), args.machines)
-        except ValueError as error:
-            parser.error(f"--{name}: {error}")
-        for value in values:
-            check_range(name, value)
-        setattr(args, name, values)
+        values = getattr(args, name)
+        if len(values) not in (1, args.machines):
+            parser.error(f"--{name}: give one value, or {args.machines}, separated by commas")
+        setattr(args, name, (values * args.machines)[: args.machines])
     for option, suffix in (("csv", ".csv"), ("picture", ".png")):
         path = Path(getattr(args, option) or f"none{suffix}").absolute()
         if path.suffix != suffix or not path.parent.is_dir():
@@ -61,6 +59,8 @@ def network_command(arguments: list[str]) -> None:
         steps.print_table(args.mbit)
         if args.csv:
             steps.write_csv(args.csv)
+    elif not status:
+        print("no step was measured: there was none, or the run began without `network`")
     if args.picture and steps.spans:
         steps.draw().savefig(args.picture, dpi=110)
     elif args.picture:
@@ -68,6 +68,11 @@ def network_command(arguments: list[str]) -> None:
     if status:
         print(how_to_go_on(args.machines, steps.run))
     sys.exit(status)
+
+
+def numbers(text: str) -> list[float]:
+    """One value for all machines, or one per machine, separated by commas."""
+    return [*map(float, text.split(","))]
 
 
 def how_to_go_on(machines: int, run: Path | None) -> str:
@@ -81,8 +86,8 @@ def how_to_go_on(machines: int, run: Path | None) -> str:
 def fit(args: Namespace, file: IO[bytes]) -> int:
     """Train on machines, whose StepClocks write to `file`; returns the exit status."""
     network = {name: getattr(args, name) for name in ("machines", "faster", *LISTS)}
-    line = [sys.executable, "-I", "-S", links.__file__, str(os.getpid()), str(args.machines)]
-    line += [str(args.faster), *(",".join(map(str, network[n])) for n in ("delay_ms", "mbit"))]
+    line = [sys.executable, "-I", "-S", links.__file__, str(os.getpid()), str(args.faster)]
+    line += [*(",".join(map(str, network[n])) for n in ("delay_ms", "mbit"))]
     line += [sys.executable, "-m", program(), "fit"]
     line += [f"--trainer.num_nodes={args.machines}", "--trainer.devices=1"]
     line += ["--trainer.accelerator=cpu", *args.options]

@@ -1,7 +1,7 @@
-"""Runs a command on machines: `python -I links.py PARENT NUM FASTER DELAY_MS MBIT COMMAND...`.
+"""Runs a command on machines: `python -I links.py PARENT FASTER DELAY_MS MBIT COMMAND...`.
 
-DELAY_MS and MBIT are one value, or one per machine (1,1,40). FASTER multiplies delays and divides
-rates, as if machines computed faster. Half of a delay is at the end that sends.
+DELAY_MS and MBIT have a value per machine (1,1,40). FASTER multiplies delays and divides rates, as
+if machines computed faster. Half of a delay is at the end that sends.
 
 A machine is a network namespace with a TUN device. Packets are read from one machine's device and
 written to another's when a link would have brought them. Only a process without threads can make a
@@ -45,14 +45,6 @@ def make_user_namespace() -> None:
     maps = {"setgroups": "deny", "uid_map": f"{user} {user} 1", "gid_map": f"{group} {group} 1"}
     for name, text in maps.items():
         Path(f"/proc/self/{name}").write_text(text)
-
-
-def spread(text: str, num: int) -> list[float]:
-    """The values of `num` machines: a number for all, or one per machine, separated by commas."""
-    values = [float(each) for each in text.split(",")]
-    if len(values) not in (1, num):
-        raise ValueError(f"{text}: take one value, or {num}, separated by commas")
-    return values * num if len(values) == 1 else values
 
 
 def describe_status(status: int | None) -> str:
@@ -146,13 +138,13 @@ def seconds_without_core(pattern: str) -> float:
 
 
 if __name__ == "__main__":
-    parent, num, faster, delay_ms, mbit, *command = sys.argv[1:]
+    parent, faster, *lists = sys.argv[1:5]
+    delays, rates = ([*map(float, each.split(","))] for each in lists)
     call(*END_WITH_PARENT)
     if os.getppid() != int(parent):
         sys.exit("the parent has ended")
     try:
-        delays, rates = spread(delay_ms, int(num)), spread(mbit, int(num))
-        status = run(delays, rates, float(faster), command)
+        status = run(delays, rates, float(faster), sys.argv[5:])
         sys.exit(status if status >= 0 else 128 - status)  # as a shell has it
     except OSError as error:
         sys.exit(f"error: {error} (machines need /dev/net/tun, and root or user namespaces)")

@@ -11,6 +11,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
 
+from lightning_mgpu.cli.errors import last_frame
 from lightning_mgpu.cli.strategy_names import make_strategy
 from lightning_mgpu.testing.probe import Manual, Masked, Probe
 
@@ -89,6 +90,7 @@ def answer(name: str, run: Run) -> None:
             torch.testing.assert_close(observed, expected, rtol=1e-10, atol=1e-10)
             print("yes:", flush=True)
     except (AssertionError, ValueError, MisconfigurationException) as error:
-        is_refusal = not isinstance(error, AssertionError) and "\n" not in str(error).strip()
+        is_raised = "raise " in last_frame(error)[1]  # else Python itself, and it is a defect
+        is_refusal = is_raised and not isinstance(error, AssertionError) and "\n" not in str(error)
         print("refused:" if is_refusal else "no:", " ".join(str(error).split()), flush=True)
     os._exit(0)  # without waiting for processes that wait for this one

@@ -20,6 +20,8 @@ class Other(SingleDeviceStrategy):
     def __init__(self, how):
         super().__init__()
         self.how = how
+    def refuse(self):
+        raise ValueError("not today")
     def setup(self, trainer):
         exec(self.how)
         super().setup(trainer)
@@ -47,7 +49,8 @@ def answer_into(log: str, name: str, run: str) -> None:
     ("how", "answer", "note", "timeout"),
     [
         ("pass", "no", "Tensor-likes are not close!", 99),
-        ("raise ValueError('not today')", "refused", "not today", 99),
+        ("self.refuse()", "refused", "not today", 99),
+        ("[a, b] = [1]", "no", "not enough values to unpack", 99),  # a defect, and no refusal
         ("raise TypeError('a fault')", "no", "ended with status 1: TypeError: a fault", 99),
         ("os._exit(0)", "no", "ended with status 0", 99),
         ("time.sleep(60)", "no", "ended with status 1: Timeout (0:00:02)!", 2),
