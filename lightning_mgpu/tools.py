@@ -20,7 +20,6 @@ PART = ".part."  # how the name of a file that is not finished begins
 RANGES = {  # the smallest and the largest value of an option, where Lightning and torch take others
     "seed_everything": (0, 2**32 - 1),
     "data.batch_size": (1, 10**9),
-    "data.val_size": (0, 10**9),
     "data.num_workers": (0, 1024),
     "model.lr": (0, 10**6),
     "model.optimizer.lr": (0, 10**6),
@@ -31,12 +30,8 @@ RANGES = {  # the smallest and the largest value of an option, where Lightning a
     "trainer.devices": (-1, 4096),
     "trainer.gradient_clip_val": (0, 10**9),
     "trainer.val_check_interval": (1e-9, 10**9),
-    "trainer.strategy.replicas": (1, 4096),
-    "trainer.strategy.every": (1, 10**9),
     "trainer.strategy.outer_lr": (0, 10**6),
     "trainer.strategy.outer_momentum": (0, 1),
-    "trainer.strategy.delay": (0, 10**9),
-    "trainer.strategy.mix": (0, 1),
     "trainer.strategy.options.fraction": (1e-9, 1),
     "trainer.strategy.options.rank": (1, 10**6),
     "batch_size": (1, 10**9),  # from here on those of the other subcommands
@@ -123,7 +118,7 @@ class CheckingParser(ArgumentParser):
         for name in RANGES.keys() & vars(found).keys():
             values = getattr(found, name)
             for value in values if isinstance(values, list) else [values]:
-                if isinstance(value, (int, float)):  # others are lists as text, and checked later
+                if isinstance(value, (int, float)):  # it may be left out
                     check_range(name, value)
         return found, others
 

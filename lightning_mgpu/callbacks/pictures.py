@@ -5,7 +5,6 @@ from contextlib import suppress
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch import Callback, LightningModule, Trainer
 from matplotlib.figure import Figure
@@ -23,15 +22,15 @@ class TestPictures(Callback):
     """Draws a confusion matrix (`confusion.png`) and the first mistakes (`predictions.png`).
 
     Needs batches (X, y), or those of a `Classifier`, with labels y (N,), where -100 is ignored,
-    and a `test_step` that returns a dict with `logits` (N, C); one logit is two classes. Images X
-    (N, 1 or 3, H, W) of the first process are drawn; in a dict, X is the first entry.
+    and a `test_step` that returns a dict with `logits` (N, C). Images X (N, 1 or 3, H, W) of the
+    first process are drawn; in a dict, X is the first entry.
     """
 
     confusion: Matrix | None = None
     mistakes: list[tuple[Tensor, int, int]]  # the image, its label, the prediction
 
     def on_test_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.mistakes = []
+        self.mistakes, self.confusion = [], None
 
     def on_test_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, *at: int
@@ -42,12 +41,10 @@ class TestPictures(Callback):
         match outputs, batch, sum(at[1:]):  # of the first loader
             case {"logits": Tensor(ndim=2) as logits}, [inputs, Tensor(ndim=1) as y], 0:
                 X = next(iter(inputs.values())) if isinstance(inputs, Mapping) else inputs
-                if logits.shape[1] == 1 and ((y == 0) | (y == 1)).all():
-                    logits, y = F.pad(logits, (1, 0)), y.long()  # as in binary cross-entropy
             case _:
                 return  # another kind of model
-        if y.is_floating_point():
-            return  # no classes
+        if y.is_floating_point() or logits.shape[1] == 1:
+            return  # regression, or one logit: there are no classes
         self.names = names = label_names(trainer, logits.shape[1])
         with errors_as_warnings("confusion.png"):
             if at[0] == 0 and len(names) <= MAX_CLASSES:

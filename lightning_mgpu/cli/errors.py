@@ -79,20 +79,14 @@ def is_mistake(error: BaseException) -> bool:
     # an OSError: a file is missing, a disk is full
     if isinstance(error, (OSError, UsageError, ProcessEnded, MisconfigurationException)):
         return True
-    if MISSING_EXTRA.search(str(error)) or str(error).startswith("Error(s) in loading state_dict"):
+    # by torch, where a model or its optimizer has changed since a checkpoint
+    is_changed = re.match(r"Error\(s\) in loading state_dict|loaded state dict", str(error))
+    if is_changed or MISSING_EXTRA.search(str(error)):
         return True
     # Lightning and this package refuse by `raise`; torch's C++ code has no line of its own
     file, line = last_frame(error)
     is_refused = line.startswith("raise") and any(each in file.parents for each in PACKAGES)
     return is_refused and isinstance(error, (ValueError, RuntimeError))
-
-
-def is_restoring(error: BaseException) -> bool:
-    """Whether a checkpoint's content has raised it: where Lightning puts it into the objects."""
-    frames = traceback.extract_tb(error.__traceback__)
-    places = [frame.name for frame in frames if "checkpoint_connector" in frame.filename]
-    mistakes = (AttributeError, LookupError, TypeError, ValueError)
-    return isinstance(error, mistakes) and any(re.match("_?re(store|sume)", x) for x in places)
 
 
 def last_frame(error: BaseException) -> tuple[Path, str]:

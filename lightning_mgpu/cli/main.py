@@ -27,7 +27,8 @@ WARNINGS = (
 INFO = re.compile(
     r"(\[rank: \d+\] |\s)*("
     r"GPU available|TPU available|💡 Tip|Seed set to|Using (bfloat16|16bit)|-----|LOCAL_RANK: |"
-    r"distributed_backend=|All distributed proc|`Trainer.fit` stopped: `max_|`Trainer\(limit_|"
+    r"distributed_backend=|All distributed proc|`Trainer.fit` stopped: `max_|"
+    r"`Trainer\(limit_\w+=1\.0|"
     r"Initializing distributed|Loading `train_dataloader` to|"
     r"Restor|Loaded model weights|Found current_model_state|"
     r"`weights_only` was not set|You are using a CUDA device \(|Detected KeyboardInterrupt)"

@@ -105,8 +105,6 @@ def config_of(ckpt_path: str, given: dict[str, Any]) -> dict[str, Any]:
     checkpoint = read_checkpoint(ckpt_path, bare=bool(given.get("weights")))
     if given.get("ckpt_path") and "pytorch-lightning_version" not in checkpoint:
         raise UsageError(f"--ckpt_path={ckpt_path}: a Trainer has not written it")
-    if not isinstance(checkpoint["state_dict"], dict):
-        raise UsageError(f"{ckpt_path}: its state_dict has no weights by their names")
     path = config_beside(ckpt_path)
     if path is None and "model" not in given:
         raise UsageError(f"{ckpt_path} is in no run directory: give --config=FILE, or --model")

@@ -23,7 +23,7 @@ import lightning_mgpu.data
 import lightning_mgpu.models  # noqa: F401 - --model=ResNet18 is found among imported classes
 from lightning_mgpu.callbacks import PredictionWriter, RunOutput, TestPictures
 from lightning_mgpu.cli.check_config import refuse_functions, refuse_numbers
-from lightning_mgpu.cli.errors import constructor_errors, explain, is_restoring
+from lightning_mgpu.cli.errors import constructor_errors, explain
 from lightning_mgpu.cli.help import OPTIONS
 from lightning_mgpu.cli.options import PATHS, Options, read_options
 from lightning_mgpu.cli.yaml_files import dump_config
@@ -284,8 +284,6 @@ class TrainingCLI(LightningCLI):
             error = ProcessEnded(f"waited {seconds:.0f} s (`timeout`) for {who}")
         if isinstance(error, ProcessEnded) or "/gloo/transport/" in str(error):
             return ProcessEnded(f"{str(error).partition('. This is ')[0]}; {way_on}")
-        if is_restoring(error):
-            return UsageError(f"{self.ckpt_path} cannot be restored: {error!r}")
         if isinstance(error, OSError):
             told = "\n".join([str(error).strip(), *getattr(error, "__notes__", ())])
             return UsageError(f"{told}; once that is mended, {way_on}")

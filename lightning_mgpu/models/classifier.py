@@ -25,6 +25,9 @@ from torchmetrics.classification import MulticlassAccuracy
 
 Init = Literal["book", "kaiming"]  # initial weights: N(0, 0.01), or those of He et al. (2015)
 TARGETS = ("labels", "label", "target")  # where a dict has the target, as Hugging Face's do
+# torch's default, -100, leaves samples out of the loss, but the mean over samples and the accuracy
+# count them. No label has this number, so -100 raises as any wrong label does.
+NO_LABEL = -(2**62)
 
 
 class OneCycle(OneCycleLR):
@@ -166,12 +169,14 @@ class Classifier(LightningModule):
         compute = compiled_logits() if self.training and self.compiles else logits_of
         if self.training or not self.flip_tta:
             return compute(self.net, X)
+        if X.ndim != 4:
+            raise ValueError(f"model.flip_tta: for images (N, C, H, W), not {tuple(X.shape)}")
         return (compute(self.net, X) + compute(self.net, X.flip(-1))) / 2
 
     def compute_loss(self, logits: Tensor, y: Tensor) -> Tensor | tuple[Tensor, Tensor | float]:
         """The loss: a mean over samples, or a mean over something else and the weight of that."""
         smoothing = self.label_smoothing if self.training else 0.0
-        return F.cross_entropy(logits, y, label_smoothing=smoothing)
+        return F.cross_entropy(logits, y, ignore_index=NO_LABEL, label_smoothing=smoothing)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss, _, y, weight = self._step(batch, "train")

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import torch
 from torch import nn
 
 from lightning_mgpu.models.classifier import Classifier, Init, init_weights
@@ -15,7 +14,6 @@ class LeNet(Classifier):
 
     def __init__(self, init: Init = "book", **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self.example_input_array = torch.zeros(1, 1, 28, 28)
         self.net = nn.Sequential(
             nn.Conv2d(1, 20, kernel_size=3),  # (N, 20, 26, 26)
             nn.ReLU(),

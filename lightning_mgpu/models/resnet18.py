@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -20,7 +19,6 @@ class ResNet18(Classifier):
         self, in_channels: int = 1, init: Init = "book", width: int = 64, **kwargs: Any
     ) -> None:
         super().__init__(**kwargs)
-        self.example_input_array = torch.zeros(1, in_channels, 28, 28)
         w = width
         self.net = nn.Sequential(
             nn.Conv2d(in_channels, w, kernel_size=3, padding=1),  # (N, w, 28, 28)

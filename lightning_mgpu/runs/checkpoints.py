@@ -23,11 +23,7 @@ from lightning_mgpu.tools import EXCHANGE, LAST, UsageError, replacing
 
 END = "end.ckpt"  # the weights at the end of a run that has stopped within an epoch
 KEY = "lightning_mgpu"  # under which a checkpoint has what `LastCheckpoint` adds to Lightning's
-# in names of metrics; a short one is a word, as `val_cancer_auc` has no character error rate
-FALLS = re.compile(
-    "loss|perplexity|entropy|"
-    "(?<![a-z])(err(ors?)?|mae|mape|r?mse|nll|b?ce|ppl|wer|cer|fid)(?![a-z])"
-)
+IS_KNOWN = re.compile("(loss|(?<![a-z])acc(uracy)?)$")  # whether such a metric falls or rises
 PREFIX = re.compile(r"(module\.|model\.|net\.|_orig_mod\.)*")  # of the names of weights
 
 
@@ -88,7 +84,10 @@ class BestCheckpoint(ModelCheckpoint):
 
     Args:
         monitor: The metric to watch, if it is logged, and not of the test set.
-        mode: Left out: `min` for a name with loss, err, mae, mse, ... in it, else `max`.
+        mode: Left out: `min` for a loss, and `max` for an accuracy. Other metrics need it.
+
+    Raises:
+        ValueError: If a metric needs a mode, or would have the value of an earlier validation.
     """
 
     def __init__(
@@ -97,10 +96,18 @@ class BestCheckpoint(ModelCheckpoint):
         mode: Literal["min", "max"] | None = None,
         **kwargs: Any,
     ) -> None:
+        if monitor and mode is None and not IS_KNOWN.search(monitor):
+            raise ValueError(f"--checkpoint.monitor={monitor}: add --checkpoint.mode=min, or max")
+        by_steps = kwargs.get("every_n_train_steps") or kwargs.get("train_time_interval")
+        if by_steps and (monitor or "").startswith("val"):
+            told = "would have the value of an earlier one: add --checkpoint.monitor=null"
+            raise ValueError(
+                f"--checkpoint.monitor={monitor}: checkpoints between validations {told}"
+            )
         super().__init__(
             dirpath=None,  # `RunRecord` sets it
             monitor=monitor,
-            mode=mode or ("min" if FALLS.search(monitor or "") else "max"),
+            mode=mode or ("min" if "loss" in (monitor or "") else "max"),
             save_last=False,  # Lightning's own is the last *best* one
             enable_version_counter=False,
             **kwargs,
@@ -196,6 +203,8 @@ class LastCheckpoint(Callback):
         if stage == "fit" and self.has_finished:
             is_whole = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
             self.save(trainer, LAST if is_whole else END)
+            if is_whole and self.saves:  # the resumed run may have left one
+                Path(trainer.default_root_dir, "checkpoints", END).unlink(missing_ok=True)
 
     def save(self, trainer: Trainer, name: str) -> None:
         if self.saves and not trainer.fast_dev_run:  # type: ignore[attr-defined]

@@ -54,12 +54,9 @@ class MetricsFile(NoLogger):
         if num_steps is not None:
             rows = [row for row in read_rows(run_dir) if None not in {*row, *row.values()}]  # torn
             self.columns = sorted({name for row in rows for name in row})
-            try:
-                kept = [row for row in rows if int(row["step"] or num_steps) < num_steps]
-                self.seconds = max((float(row.get("seconds") or 0) for row in kept), default=0.0)
-                self.rewrite(kept)
-            except (KeyError, ValueError) as error:
-                raise UsageError(f"{run_dir / FILE} has no steps: move it away") from error
+            kept = [row for row in rows if int(row["step"] or num_steps) < num_steps]
+            self.seconds = max((float(row.get("seconds") or 0) for row in kept), default=0.0)
+            self.rewrite(kept)
 
     @property
     def save_dir(self) -> str:

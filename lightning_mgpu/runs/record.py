@@ -152,7 +152,9 @@ class RunRecord(Callback):
                     part.write_text("".join(traceback.format_exception(error)))
             elif error is not None:
                 end |= {"state": "interrupted", "why": "Ctrl-C, SIGTERM or SIGHUP"}
-            metrics = summarize(self.run_dir, end["best"].get("epoch"))
+            metrics = summarize(self.run_dir, (best := end["best"]).get("epoch"))
+            if best.get("monitor"):  # an epoch may have several validations; this is the best one's
+                metrics[best["monitor"]] = best["value"]
             self.write(end=end | {"epochs": trainer.current_epoch, "metrics": metrics})
         for logger in trainer.loggers:
             if isinstance(logger, WandbLogger):

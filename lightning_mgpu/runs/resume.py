@@ -34,15 +34,11 @@ def find_last(
             raise UsageError(f"--resume={run_dir}: it saves no checkpoint (enable_checkpointing)")
         return None, 0
     checkpoint = read_checkpoint(path)
-    try:
-        ours, loop = checkpoint.get(KEY, {}), checkpoint["loops"]["fit_loop"]
-        version, _ = ours.get("streams"), dict(ours.get("metrics", {}))
-        trained = loop["epoch_progress"]["current"]["processed"]
-        num_steps = int(loop["epoch_loop.state_dict"]["_batches_that_stepped"])
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise UsageError(f"{path} is not a file that `fit` has written: {error!r}") from error
-    if version != VERSION:
+    if checkpoint.get(KEY, {}).get("streams") != VERSION:
         raise UsageError(f"{path} is of another version: start a new run with --weights={path}")
+    loop = checkpoint["loops"]["fit_loop"]
+    trained = loop["epoch_progress"]["current"]["processed"]
+    num_steps = loop["epoch_loop.state_dict"]["_batches_that_stepped"]
     if max_epochs is not None and 0 <= max_epochs < trained:
         raise UsageError(f"--trainer.max_epochs={max_epochs}: {run_dir} has trained {trained}")
     return str(path), num_steps

@@ -2,6 +2,7 @@
 
 import csv
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -88,17 +89,18 @@ def test_no_picture_ends_a_run(
     save = lambda trainer, figure, filename: figures.update({filename: figure})  # noqa: E731
     monkeypatch.setattr(pictures, "save_picture", save)
     monkeypatch.setattr(pictures, "MAX_CLASSES", 6)
-    X, y = torch.rand(6, 1, 28, 28), torch.tensor([-100, 1, 2, 3, -100, 5])
-    for num_classes, names in ((6, {"predictions.png", "confusion.png"}), (7, {"predictions.png"})):
-        figures.clear()
-        loader = DataLoader(TensorDataset(X, y), 3)
-        make_trainer(callbacks=[TestPictures()]).test(LeNet(num_classes=num_classes), loader)
-        assert {*figures} == names and len(figures["predictions.png"].axes) in (3, 4)
-    assert not [each for each in recwarn if "is not right" in str(each.message)]
 
     class OnlyLogits(LeNet):
         def test_step(self, batch: Any, *args: Any) -> Any:
             return {"logits": self(batch[0])}
+
+    X, y = torch.rand(6, 1, 28, 28), torch.tensor([-100, 1, 2, 3, -100, 5])
+    for num_classes, names in ((6, {"predictions.png", "confusion.png"}), (7, {"predictions.png"})):
+        figures.clear()
+        loader = DataLoader(TensorDataset(X, y), 3)
+        make_trainer(callbacks=[TestPictures()]).test(OnlyLogits(num_classes=num_classes), loader)
+        assert {*figures} == names and len(figures["predictions.png"].axes) in (3, 4)
+    assert not [each for each in recwarn if "is not right" in str(each.message)]
 
     trainer = make_trainer(callbacks=[TestPictures()])
     with pytest.warns(UserWarning, match="predictions.png is not right: IndexError"):
@@ -150,7 +152,10 @@ def test_files_of_the_samples(is_plain: bool, make_trainer: Callable, tmp_path: 
             self.samples = samples
 
     collate: Any = lambda samples: [torch.full((len(samples), 4), 3.0)]  # noqa: E731
-    model, make_loader = VectorNet(), DataLoader if is_plain else batch_loader
+    model, make_loader = (
+        VectorNet(),
+        DataLoader if is_plain else partial(batch_loader, trainer=None),
+    )
     model.choose = lambda X: X[:, 0]
     paths = [Path(f"{i}.png") for i in range(5)]
     folder = Vectors([(str(path), 0) for path in paths])

@@ -43,6 +43,8 @@ MISTAKES = {  # a command line, and what its lines must say
     "fit --config number.yaml": ("--wandb.name=7795000000000.0: Expected a <class 'str'> (",),
     "fit --config broken.yaml": ("broken.yaml cannot be read as YAML: ",),
     "fit --config twice.yaml": ("trainer is given twice, in line 1 and in line 3: keep one",),
+    "fit --config bomb.yaml": ("bomb.yaml", "more than 100000 values: do aliases hold each other?"),
+    "fit --config=nul.yaml": ("line 1 has a NUL in a text",),
     "fit --weights=": ("--weights= names nothing: give a path",),
     "test --ckpt_path=": ("--ckpt_path= names nothing",),
     "fit --config empty.yaml": ("--run_dir= names nothing",),
@@ -85,6 +87,9 @@ FILES = {
     "cut/run.json": "[1]",
     "cut/metrics.csv": "step\n\xff\n",
     "twice.yaml": "trainer: {max_epochs: 1}\nmodel: {}\ntrainer: {devices: 1}\n",
+    "nul.yaml": 'run_dir: "a\\0b"\n',
+    "bomb.yaml": "a0: &0 [1]\n"
+    + "".join(f"a{i + 1}: &{i + 1} [{', '.join(9 * [f'*{i}'])}]\n" for i in range(9)),
     "empty.yaml": "run_dir: ''\n",
     "key.yaml": "trainer: {max_epoch: 2}\n",
     "text.ckpt": "a text",

@@ -187,6 +187,12 @@ def test_batches_that_are_refused(make_trainer: Callable) -> None:
     ):
         with pytest.raises(ValueError, match=told):
             make_trainer().fit(Tokens(**options), loader)
+    with pytest.raises(
+        ValueError, match=r"model.flip_tta: for images \(N, C, H, W\), not \(2, 5\)"
+    ):
+        LeNet(flip_tta=True).eval()(torch.zeros(2, 5))
+    with pytest.raises(IndexError, match="Target -100 is out of bounds"):
+        LeNet().compute_loss(torch.zeros(2, 10), torch.tensor([1, -100]))
 
 
 @pytest.fixture

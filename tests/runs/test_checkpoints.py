@@ -33,7 +33,7 @@ def test_a_runs_directory(run: Path) -> None:
 def test_the_best_is_tested_and_the_last_has_the_fingerprint(
     fit: Callable[..., int], tmp_path: Path, capfd: Any, recwarn: pytest.WarningsRecorder
 ) -> None:
-    best_of = ("--checkpoint.monitor=val_f1", "--run_dir=a")  # the first epoch's is the largest
+    best_of = ("--checkpoint.monitor=val_f1", "--checkpoint.mode=max", "--run_dir=a")  # epoch 1's
     assert fit(*best_of) == 0
     out = capfd.readouterr().out.splitlines()
     (best,) = (tmp_path / "a" / "checkpoints").glob("epoch=0-*.ckpt")
@@ -65,11 +65,17 @@ def test_weights_set_when_training_ends_are_in_the_last(
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ("--checkpoint.monitor=val_f1", "testing epoch 1: val_f1 1.0000 (largest)"),
-        ("--checkpoint.monitor=val_error", "testing epoch 2: val_error 0.9000 (smallest)"),
+        (
+            "--checkpoint.monitor=val_f1 --checkpoint.mode=max",
+            "testing epoch 1: val_f1 1.0000 (largest)",
+        ),
+        (
+            "--checkpoint.monitor=val_error --checkpoint.mode=min",
+            "testing epoch 2: val_error 0.9000 (smallest)",
+        ),
         ("--checkpoint.monitor=null", "testing epoch 2: the last one saved by --checkpoint"),
         (
-            "--checkpoint.monitor=val_other",
+            "--checkpoint.monitor=val_other --checkpoint.mode=max",
             "testing the last epoch: --checkpoint.monitor=val_other",
         ),
         ("--data.val_size=0", "testing the last epoch: no best one is kept: save_top_k=0, or"),
@@ -252,8 +258,22 @@ def test_weights_that_cannot_be_kept_are_told(
     assert told in err and err.count("\n") <= 2, err
 
 
-def test_which_metrics_fall() -> None:
-    for name in ("val_loss", "val_logloss", "val/rmse", "val_error", "top1err", "val_cer"):
-        assert BestCheckpoint(name).mode == "min", name
-    for name in ("val_acc", "val_cancer_auc", "val_answer_f1", "val_terrain_iou"):
-        assert BestCheckpoint(name).mode == "max", name
+def test_what_is_best_must_be_known() -> None:
+    """A loss falls, an accuracy rises; between validations, their value is an old one."""
+    assert BestCheckpoint("val_loss").mode == "min" and BestCheckpoint("val/acc").mode == "max"
+    for name in ("val_f1", "val_acc_mae", "val_vaccine_error", "val_glossary_f1"):
+        with pytest.raises(ValueError, match=rf"{name}: add --checkpoint\.mode=min, or max"):
+            BestCheckpoint(name)
+    with pytest.raises(ValueError, match=r"earlier one: add --checkpoint\.monitor=null"):
+        BestCheckpoint(every_n_train_steps=10)
+
+
+def test_the_value_in_the_table_is_that_of_the_best(
+    fit: Callable[..., int], own: Path, capfd: Any
+) -> None:
+    """`val_error` is lowest in the first of two validations of the epoch."""
+    best_of = ("--checkpoint.monitor=val_error", "--checkpoint.mode=max")
+    assert fit("--trainer.max_epochs=1", "--trainer.val_check_interval=0.5", *best_of) == 0
+    (path,) = own.glob("runs/*")
+    end = read_run_json(path)["end"]
+    assert end["metrics"]["val_error"] == end["best"]["value"]

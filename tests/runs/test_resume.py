@@ -227,14 +227,14 @@ def test_a_damaged_run_is_refused(
     assert "last.ckpt is of another version" in refused()
     torch.save({**content, "optimizer_states": []}, path)
     assert "last.ckpt has the states of 0 optimizers, and the model 1: start a" in refused()
+    states = {**content["optimizer_states"][0]}
+    states["param_groups"] = 2 * states["param_groups"]
+    torch.save({**content, "optimizer_states": [states]}, path)
+    assert "error: loaded state dict has a different number of parameter groups" in refused()
     path.write_bytes(good)
     with monkeypatch.context() as patch:  # the first process has found no checkpoint
         patch.setattr(SingleDeviceStrategy, "broadcast", lambda _, x, *src: x is not True and x)
         assert "only some machines have the run's last.ckpt: they must share" in refused()
-    rows = (run / "metrics.csv").read_text()
-    (run / "metrics.csv").write_text("epoch\n1\n")
-    assert "metrics.csv has no steps: move it away" in refused()
-    (run / "metrics.csv").write_text(rows)
     lock = lock_run_dir(run)
     assert "run is still running" in refused()
     os.close(lock)
@@ -264,6 +264,7 @@ def test_a_run_that_ends_within_an_epoch_goes_on_from_the_last_whole_one(
     names = {path.name for path in (tmp_path / "a" / "checkpoints").iterdir()}
     assert {"last.ckpt", "end.ckpt"} < names and last(tmp_path / "a")["global_step"] == 7
     assert fit("--resume=a", "--trainer.max_steps=14") == 0
+    assert not (tmp_path / "a" / "checkpoints" / "end.ckpt").exists()
     assert fit("--trainer.max_steps=14", "--run_dir=b") == 0
     assert equal(last(tmp_path / "a")["state_dict"], last(tmp_path / "b")["state_dict"])
 

@@ -31,5 +31,5 @@ class MyModel(Classifier):
         )
 
     def make_metrics(self) -> MetricCollection:
-        """Logged beside the loss and the accuracy: `val_f1` can be `--checkpoint.monitor`."""
+        """Logged beside the loss and the accuracy: `val_f1` can be `--checkpoint.monitor`, with a mode."""
         return MetricCollection({"f1": MulticlassF1Score(self.num_classes)})
