@@ -25,8 +25,13 @@ def draw(traces: dict[str, Trace]) -> Figure:
         axes.set_ylim(len(names) - 0.5, -0.5)  # device 0 above the others
         axes.grid(axis="y")
         for source, target, nbytes, number in trace.messages:
-            look = {"arrowstyle": "-|>", "color": f"C{source}", "linewidth": 3 * nbytes / largest}
-            axes.annotate("", (number + 0.35, target), (number - 0.35, source), arrowprops=look)
+            look = {
+                "arrowstyle": "-|>",
+                "color": f"C{source}",
+                "linewidth": 3 * nbytes / largest,
+            }
+            begin, end = (number - 0.35, source), (number + 0.35, target)
+            axes.annotate("", end, begin, arrowprops=look)
     panels[-1].set(xlabel="round (colour: the sender)", xlim=(0.4, num_rounds + 0.6))
     panels[-1].locator_params("x", integer=True)
     return figure
@@ -37,8 +42,14 @@ def draw_times(panels: dict[str, dict[str, dict[Any, float]]]) -> Figure:
     figure = Figure(figsize=(9, 3.3), layout="constrained")
     for axes, (label, times) in zip(figure.subplots(1, len(panels)), panels.items()):
         for n, (name, ms) in enumerate(times.items()):
-            style = "os^vDP*X"[n % 8] + "-"  # hollow, to be seen where lines are equal
-            axes.plot([*ms], [*ms.values()], style, fillstyle="none", markersize=9, label=name)
+            axes.plot(
+                [*ms],
+                [*ms.values()],
+                "os^vDP*X"[n % 8] + "-",
+                fillstyle="none",  # to be seen where lines are equal
+                markersize=9,
+                label=name,
+            )
         axes.set(xscale="log", yscale="log", xlabel=label, ylabel="ms, computed")
         axes.set_xticks([*ms], [f"{x:g}" for x in ms])
         axes.minorticks_off()

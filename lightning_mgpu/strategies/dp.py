@@ -78,7 +78,8 @@ class DataParallelStrategy(SingleDeviceStrategy):
                 outputs.append(module.training_step(shard, *args))
                 if is_first_batch:
                     named = [*module.named_parameters(), *module.named_buffers()]
-                    states.add(checksum([t for n, t in named if not n.endswith(STATISTICS)]))
+                    kept = [t for n, t in named if not n.endswith(STATISTICS)]
+                    states.add(checksum(kept))
         results.batch, results.batch_size = batch, None
         self.is_in_step = False
         differs = "edits that differ between shards, of parameters or buffers: use one device"
@@ -91,8 +92,9 @@ class DataParallelStrategy(SingleDeviceStrategy):
         has_weights = weights[0] is not None
         module: Any = self.lightning_module
         accumulates = module.trainer.accumulate_grad_batches > 1
-        is_odd = None in losses or len({weight is None for weight in weights}) > 1
-        refuse(is_odd, "needs a loss of every shard, and weights of all or none")
+        refuse(None in losses, "needs a loss of every shard")
+        kinds = {weight is None for weight in weights}
+        refuse(len(kinds) > 1, "needs weights of all or none")
         refuse(has_weights and accumulates, "takes no weights where gradients are accumulated")
         shares = weights if has_weights else sizes
         # a loss with weight 0 may be NaN: it does not count
@@ -105,7 +107,8 @@ class DataParallelStrategy(SingleDeviceStrategy):
 
 def copy_tensors(module: Any, device: torch.device) -> dict[str, Tensor]:
     """Parameters and buffers, without those of metrics, which stay on the first device."""
-    metrics = tuple(f"{n}." for n, each in module.named_modules() if isinstance(each, Metric))
+    modules = module.named_modules()
+    metrics = tuple(f"{n}." for n, each in modules if isinstance(each, Metric))
     named = [*module.named_parameters(), *module.named_buffers()]
     return {n: t.to(device, copy=True) for n, t in named if not n.startswith(metrics)}
 
