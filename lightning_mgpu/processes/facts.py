@@ -50,7 +50,7 @@ class MeetingStrategy(DDPStrategy):
         self.check_facts(self.meeting.gather(row, purpose), names)
 
     def facts_to_row(
-        self, beside: Sequence[int] | np.ndarray = (), names: Sequence[str] = (), **own: int
+        self, beside: Sequence[int] | np.ndarray, names: Sequence[str], **own: int
     ) -> np.ndarray:
         """What this process brings to a meeting, in bytes: (n,)."""
         facts = dict.fromkeys(self.facts, 0) | {"names": crc32(repr(names).encode())} | own

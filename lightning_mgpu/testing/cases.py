@@ -91,6 +91,8 @@ def answer(name: str, run: Run) -> None:
             print("yes:", flush=True)
     except (AssertionError, ValueError, MisconfigurationException) as error:
         is_raised = "raise " in last_frame(error)[1]  # else Python itself, and it is a defect
-        is_refusal = is_raised and not isinstance(error, AssertionError) and "\n" not in str(error)
-        print("refused:" if is_refusal else "no:", " ".join(str(error).split()), flush=True)
+        is_line = not isinstance(error, AssertionError) and "\n" not in str(error).strip()
+        print(
+            "refused:" if is_raised and is_line else "no:", " ".join(str(error).split()), flush=True
+        )
     os._exit(0)  # without waiting for processes that wait for this one

@@ -75,6 +75,8 @@ def test_other_models_get_what_can_be_drawn(
     trainer.test(VectorNet(), [loader, loader], verbose=False)  # the first one's
     assert [path.name for path in tmp_path.iterdir()] == ["confusion.png"]
     assert callback.confusion is not None and callback.confusion.confmat.sum() == 6
+    trainer.test(VectorNet(), DataLoader(TensorDataset(rows, classes, rows), 4), verbose=False)
+    assert callback.confusion is None  # that of the test before
     images: Any = [{"image": torch.rand(1, 2, 2), "label": i % 3} for i in range(6)]
     monkeypatch.setattr(Classifier, "forward", lambda _, X: X["image"].flatten(1)[:, :3])
     trainer.test(VectorNet(), DataLoader(images, 4), verbose=False)

@@ -10,6 +10,7 @@ import yaml
 
 from lightning_mgpu.cli import help as cli_help
 from lightning_mgpu.cli.help import short_help, subcommands
+from lightning_mgpu.cli.main import INFO
 from lightning_mgpu.cli.yaml_files import config_dirs
 
 CONFIGS = config_dirs()[-1]
@@ -122,3 +123,9 @@ def test_help_does_not_wait_for_torch(command: Any) -> None:
 def test_a_directory_that_was_deleted_is_not_offered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(cli_help.TOOLS, "gone", "lightning_mgpu.no_such_directory.cli:command")
     assert {"fit", "runs"} <= {*subcommands()} and "gone" not in subcommands()
+
+
+def test_a_limit_of_one_batch_is_told() -> None:
+    """Lightning's line says that 1 is a batch; that 1.0 is all batches need not be said."""
+    said = "`Trainer(limit_train_batches={})` was configured so"
+    assert INFO.match(said.format(1.0)) and not INFO.match(said.format(1))

@@ -45,7 +45,9 @@ class Net(Classifier):
     def validation_step(self, batch, batch_idx):
         super().validation_step(batch, batch_idx)
         falling = 1 - self.current_epoch / 10
-        for name, value in (("val_mine", 1.0), ("val_f1", falling), ("val_error", falling)):
+        values = {"val_mine": 1.0, "val_f1": falling, "val_error": falling}
+        values["val_step"] = float(self.global_step)
+        for name, value in values.items():
             self.log(name, value, batch_size=len(batch[1]), sync_dist=True)
 
     def test_step(self, batch, batch_idx):
