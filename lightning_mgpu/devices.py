@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
@@ -9,13 +10,25 @@ from lightning.pytorch import Trainer
 
 def devices(trainer: Trainer) -> list[torch.device]:
     """The devices a run trains on: those of this machine, times the number of machines."""
-    local = getattr(trainer.strategy, "parallel_devices", None) or [trainer.strategy.root_device]
-    return list(local) * trainer.num_nodes
+    strategy: Any = trainer.strategy
+    local = getattr(strategy, "devices", None) or getattr(strategy, "parallel_devices", None)
+    return [*(local or [strategy.root_device])] * trainer.num_nodes
 
 
 def process_devices(trainer: Trainer) -> list[torch.device]:
     """The devices of this process. Waiting for any other GPU would open a context there."""
     return devices(trainer) if trainer.world_size == 1 else [trainer.strategy.root_device]
+
+
+def describe_replicas(trainer: Trainer) -> str:
+    """`2 x cpu`, `4 x cpu on 4 machines`, `4 replicas on 1 x cpu`, `4 replicas on 2 machines`."""
+    used, num_nodes = devices(trainer), trainer.num_nodes
+    k = getattr(trainer.strategy, "num_replicas", None) or len(used)
+    machines = f"{num_nodes} machines" if num_nodes > 1 else ""
+    if k != len(used):
+        where = machines or describe_devices(used)
+        return f"{k} replicas on {where if len(used) > 1 else f'1 x {where}'}"
+    return describe_devices(used) + (f" on {machines}" if machines else "")
 
 
 def describe_devices(devices: Iterable[torch.device]) -> str:

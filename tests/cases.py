@@ -1,4 +1,4 @@
-"""Training in two processes, or with several replicas in one, is training on one device.
+"""Training in two processes is training on one device.
 
 A test file has a table of such runs, `CASES`, and one test that calls `check` for each. Below are
 modules and datasets of several files.
@@ -13,38 +13,34 @@ from torch.utils.data import IterableDataset
 from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
-from tests.strategies.conftest import Net, assert_close, attempt, fit
+from tests.strategies.conftest import Net, assert_close, attempt, fit, make_strategy
 
 
 class Case(NamedTuple):
     make: Callable[[], Any] = Net  # the module
     arguments: Callable[[], dict[str, Any]] = dict  # of `fit`: data, val, options of the Trainer
-    said: str = ""  # in the one line of an error, if the run is refused
-    in_one: tuple[int | None, ...] = (3,)  # runs in one process: the replicas of each
-    in_two: tuple[int | None, ...] = (None,)  # runs in two; None is one replica per process
-    reference: int | None = None  # the replicas of one device; None is Lightning's own strategy
+    said: str = ""  # in the one line of an error, if the run in two processes is refused
+    is_for_one: bool = False  # test_refusals.py shows that two processes are refused
     expected: Callable[[], Any] | None = None  # weights and logged values, if not of one device
     rtol: float = 1e-10
     rtol_logged: float = 1e-10
 
 
-def fit_case(module: str, name: str, replicas: int | None = None, **options: Any) -> Any:
+def fit_case(module: str, name: str, **options: Any) -> Any:
     """Weights and logged values of a case of a test file, or its error as text."""
     case: Case = import_module(module).CASES[name]
-    return attempt(fit, case.make, **{"replicas": replicas, **case.arguments(), **options})
+    return attempt(fit, case.make, **{**case.arguments(), **options})
 
 
 def check(module: str, name: str, in_two_processes: Callable[..., list[Any]]) -> None:
-    """Compare all runs of a case, or find its error in all."""
+    """Compare the runs of a case in two processes and in one, or find its error in both of two."""
     case: Case = import_module(module).CASES[name]
-    runs = [fit_case(module, name, replicas) for replicas in case.in_one]
-    for replicas in case.in_two:
-        runs += in_two_processes(fit_case, module, name, replicas)
-    assert runs
+    runs = [] if case.is_for_one else in_two_processes(fit_case, module, name)
     if case.said:
         check_refused(runs, case.said)
         return
-    expected = case.expected() if case.expected else fit_case(module, name, case.reference)
+    runs.append(fit_case(module, name, strategy=make_strategy()))
+    expected = case.expected() if case.expected else fit_case(module, name)
     for found in runs:
         assert not isinstance(found, str), found
         assert_close(found[0], expected[0], case.rtol)

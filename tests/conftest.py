@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import warnings
+from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from logging import getLogger
@@ -21,11 +22,13 @@ os.environ.pop("WANDB_SERVICE", None)  # `wandb.teardown()` waits only for a ser
 
 import pytest
 import torch
+import yaml
 from lightning.pytorch import Trainer
 from matplotlib.figure import Figure
 from torch import Tensor
 
 from lightning_mgpu.cli.main import main as run_command_line
+from lightning_mgpu.cli.strategy_names import make_strategy
 from lightning_mgpu.data import FashionMNIST, fashion_mnist
 
 torch.set_num_threads(1)
@@ -35,6 +38,53 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in a shell's background
 REPOSITORY = Path(__file__).parents[1]
 NUM_TRAIN, NUM_TEST = 503, 107  # primes: every batch size and number of processes is uneven
 save_figure = Figure.savefig
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("promises of strategies, tests/test_promises.py")
+    text = "print a table for these names, or paths: my_package.MyStrategy"
+    group.addoption("--strategies", nargs="+", default=[], help=text)
+    group.addoption("--devices", type=int, default=2, help="devices per strategy (default: 2)")
+    group.addoption("--accelerator", default="cpu", help="of the devices (default: cpu)")
+    text = "arguments of the strategies, name=value"
+    group.addoption("--options", nargs="+", default=[], type=name_and_value, help=text)
+
+
+def name_and_value(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise ArgumentTypeError(f"{text}: write name=value")
+    return name, yaml.safe_load(value)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Raise a usage error for a strategy that cannot be made."""
+    strategies = config.getoption("strategies")
+    sys.path[:0] = [os.getcwd()] if strategies else []  # as `python -m pytest` does
+    for strategy in strategies:
+        try:
+            make_strategy(strategy, **dict(config.getoption("options")))
+        except Exception as error:  # of your own class, too
+            raise pytest.UsageError(str(error)) from error
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Print the promises of `--strategies` as a table. A case without a report has no answer."""
+    if not (strategies := terminalreporter.config.getoption("strategies")):
+        return
+    from tests.test_promises import PROMISES
+
+    answers = {}
+    for outcome, answer in (("passed", "yes"), ("skipped", ""), ("failed", "no"), ("error", "no")):
+        for report in terminalreporter.getreports(outcome):
+            if case := report.nodeid.partition("::test_promise[")[2].removesuffix("]"):
+                # "Skipped: refused: the reason"
+                answers[case] = answer or report.longrepr[2].split(": ")[1]
+    lines = [["promise", *(f"`{name}`" for name in strategies)]]
+    lines += [["---", *(":-:" for _ in strategies)]]
+    lines += [[p, *(answers.get(f"{name}: {p}", "") for name in strategies)] for p in PROMISES]
+    for line in lines:
+        terminalreporter.write_line(f"| {' | '.join(line)} |")
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""The trained weights are the same bits for the same number of replicas, in any processes.
+"""The trained weights are the same bits for the same number of replicas, however they talk.
 
 Also after a machine is lost. tests/network has emulated machines.
 """
@@ -27,6 +27,7 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_mgpu import allreduce
 from lightning_mgpu.data import batch_loader
 from lightning_mgpu.strategies import ManualAllreduceStrategy
+from tests.cases import Manual
 from tests.runs.conftest import OWN
 from tests.strategies.conftest import (
     Net,
@@ -34,7 +35,6 @@ from tests.strategies.conftest import (
     no_shared_memory,
     run_in_processes,
     samples,
-    world_size,
 )
 
 
@@ -87,6 +87,13 @@ class Looks(Evaluates):
         self.on_train_batch_start()
 
 
+class ByHand(Manual, Random):
+    """Manual optimization."""
+
+    def on_train_epoch_end(self):
+        self.lr_schedulers().step()
+
+
 class FindsRate(Random):
     """Takes the rate that a finder suggests, by the losses of all replicas."""
 
@@ -95,13 +102,16 @@ class FindsRate(Random):
         self.lr = 0.01
 
     def configure_callbacks(self) -> Any:
-        return LearningRateFinder(num_training_steps=20)
+        return LearningRateFinder(num_training_steps=20, early_stop_threshold=None)
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), self.lr)
 
     def on_train_start(self) -> None:
         self.numbers.clear()  # the finder's steps are taken back
+
+    def teardown(self, stage):
+        assert self.lr != 0.01
 
 
 class Sometimes(Random):
@@ -147,8 +157,9 @@ RUNS: dict[str, tuple[Callable[..., Any], type[Random], dict[str, Any]]] = {
     "looks": (MANUAL, Looks, {"max_epochs": 3}),
     # a validation in the middle of a window
     "window": (MANUAL, Evaluates, {"accumulate_grad_batches": 4, "val_check_interval": 3}),
-    "finds a rate": (MANUAL, FindsRate, {}),
-    "two replicas": (partial(MANUAL, replicas=2), Random, {}),
+    "finds a rate": (MANUAL, FindsRate, {"max_epochs": 4}),
+    "sync_batchnorm": (MANUAL, Random, {"sync_batchnorm": True}),
+    "manual": (MANUAL, ByHand, {}),
 }
 SHUFFLED_BY_TORCH = [*RUNS][1:]
 if find_spec("lightning_mgpu.exchanges"):  # which can be deleted
@@ -161,70 +172,73 @@ if find_spec("lightning_mgpu.exchanges"):  # which can be deleted
     RUNS["top_k, uneven"] = by_top_k, Sometimes, {}
     RUNS["top_k, flat"] = partial(by_top_k, flat=True), Random, {}
 RESUMED = {"textbook", "top_k", "power_sgd"} & RUNS.keys()
-BY_MESSAGES = {"window", "top_k, flat", "two replicas", "power_sgd", "top_k, uneven"} & RUNS.keys()
+BY_MESSAGES = {"window", "ring", "manual", "top_k, flat", "power_sgd", "top_k, uneven"}
+BY_MESSAGES &= RUNS.keys()
 
 
 def run(name: str, **kwargs: Any) -> Trainer:
     """Four replicas. Batches are cut to 3, 3, 2, 2 and 2, 2, 2, 2."""
     strategy, make, options = RUNS[name]
     data = DataLoader(samples(58), 10, shuffle=True) if name in SHUFFLED_BY_TORCH else None
-    replicas = {} if name == "two replicas" else {"replicas": 4}
-    trainer = train(strategy(**replicas), make, data, **{**options, **kwargs})
+    trainer = train(strategy(), make, data, **{**options, **kwargs})
     numbers = trainer.lightning_module.numbers
     assert len(set(numbers)) == len(numbers)  # of each replica and batch
     return trainer
 
 
 def train_all(directory: Path) -> dict[str, str]:
-    """The last runs go on where fewer processes have stopped, twice."""
-    k = world_size()
-    digests = {name: digest(run(name)) for name in RUNS if name != "two replicas" or k < 4}
-    for name in sorted(BY_MESSAGES) if k > 1 else ():
+    digests = {name: digest(run(name)) for name in RUNS}
+    for name in sorted(BY_MESSAGES):
         for is_one_machine in (True, False):
             with no_shared_memory(is_one_machine):
-                assert name not in digests or digest(run(name)) == digests[name], name
+                assert digest(run(name)) == digests[name], name
     for name in sorted(RESUMED):
-        resume = None
+        path = directory / f"{name}.ckpt" / "last.ckpt"
         for epochs in (1, 2, 3):
+            resume = path if path.exists() else None
             trainer = run(name, resume=resume, max_epochs=epochs)
-            trainer.save_checkpoint(directory / f"{name}-{epochs}-{k}" / "last.ckpt")
-            resume = directory / f"{name}-{epochs}-{max(1, k // 2)}" / "last.ckpt"
-        digests[f"{name}, resumed"] = digest(trainer)
+            trainer.save_checkpoint(path)
+        assert digest(trainer) == digests[name], name
     return digests
 
 
-def test_the_same_bits_in_1_2_and_4_processes(tmp_path: Path) -> None:
-    one, two, four = (run_in_processes(k, train_all, tmp_path) for k in (1, 2, 4))
-    assert isinstance(one[0], dict), one
-    assert two == one * 2
-    digests = one[0]
-    assert four == [{name: digests[name] for name in digests if name != "two replicas"}] * 4
+def test_the_same_bits_in_memory_by_messages_and_resumed(tmp_path):
+    digests, *others = run_in_processes(4, train_all, tmp_path)
+    assert isinstance(digests, dict), digests
+    assert others == [digests] * 3
     assert digests.pop("looks") == digests["evaluates"]  # a look moves nothing
+    assert digests.pop("manual") == digests["plain loader"]
     assert digests.pop("exact", digests["textbook"]) == digests["textbook"]
-    for name in RESUMED:
-        assert digests.pop(f"{name}, resumed") == digests[name]
     assert len(set(digests.values())) == len(digests)  # `ring` adds in another order
 
 
-@pytest.mark.parametrize("new_generator", [lambda: None, torch.Generator])
-def test_two_fits_of_a_script_draw_other_numbers(new_generator: Any, tmp_path: Path) -> None:
-    """Unless it is seeded again. A checkpoint keeps the seed of its fit."""
+def draw_in_fits(has_generator, directory):
+    """The numbers of two fits, of the second one resumed, and of both after another seeding."""
 
-    def draw(max_epochs: int = 1, ckpt_path: Path | None = None) -> list[float]:
+    def draw(max_epochs=1, ckpt_path=None):
         with torch.random.fork_rng():  # the weights take no numbers from the fits
             module = Random()
-        trainer = new_trainer(2, precision="64-true", max_epochs=max_epochs)
-        loader = DataLoader(samples(), 10, generator=new_generator())
+        trainer = new_trainer(precision="64-true", max_epochs=max_epochs)
+        generator = torch.Generator() if has_generator else None
+        loader = DataLoader(samples(), 10, generator=generator)
         trainer.fit(module, loader, ckpt_path=ckpt_path, weights_only=False)
-        trainer.save_checkpoint(tmp_path / "last.ckpt")
+        trainer.save_checkpoint(directory / "last.ckpt")
         return module.numbers
 
     seed_everything(0)
     first, second = draw(), draw()
-    resumed = draw(2, tmp_path / "last.ckpt")
+    resumed = draw(2, directory / "last.ckpt")
     seed_everything(0)
-    assert draw() == first != second
-    assert draw(2) == second + resumed
+    return first, second, resumed, draw(), draw(2)
+
+
+@pytest.mark.parametrize("has_generator", [False, True])
+def test_two_fits_of_a_script_draw_other_numbers(has_generator, tmp_path, in_two_processes):
+    """Unless it is seeded again. A checkpoint keeps the seed of its fit."""
+    results = in_two_processes(draw_in_fits, has_generator, tmp_path)
+    for first, second, resumed, again, both in results:
+        assert first == again != second and both == second + resumed
+    assert not {*results[0][0]} & {*results[1][0]}, "replicas draw different numbers"
 
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "elastic.sh"
@@ -234,7 +248,8 @@ class Lost(Net):
     '''Ends its machine, torchrun's agent and its process, in the second epoch.'''
 
     def on_train_batch_start(self, batch, batch_idx):
-        if os.environ.get("IS_LOST") and (self.current_epoch, batch_idx) == (1, 2):
+        is_lost = os.environ.get("IS_LOST") and self.trainer.local_rank == 0
+        if is_lost and (self.current_epoch, batch_idx) == (1, 2):
             os.kill(os.getppid(), signal.SIGKILL)
             os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -252,6 +267,25 @@ def fingerprint(out: str) -> str:
 
 @pytest.mark.slow
 @pytest.mark.timeout(280)
+def test_one_fingerprint_on_any_number_of_devices(command, tmp_path):
+    """Lightning's launcher starts four processes. A run of two devices is resumed on four."""
+    (tmp_path / "own_run.py").write_text(OWN)
+    data = ("--model=own_run.Net", *RUN[1:], "--trainer.max_epochs=2", *REPLICAS)
+
+    def run(devices, *args):
+        code, out, err = command(*args, f"--trainer.devices={devices}", timeout=90)
+        assert code == 0, err
+        assert "8 global, 2 per replica" in out
+        return fingerprint(out)
+
+    whole = run(1, "fit", *data)
+    first = run(2, "fit", *data, "--trainer.max_epochs=1", "--run_dir=first")
+    resumed = run(4, "fit", "--resume=first", "--trainer.max_epochs=2")
+    assert resumed == whole != first
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(280)
 def test_a_lost_machine_changes_no_bit(
     command: Any, tmp_path: Path, main: Callable[..., int], capfd: Any
 ) -> None:
@@ -263,18 +297,20 @@ def test_a_lost_machine_changes_no_bit(
 
     def start(is_host: bool, **env: str) -> Any:
         machines = ("--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=3")
+        env = {**env, "PATH": path, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         meeting = ("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}")
         conf = f"--rdzv-conf=is_host={int(is_host)},last_call_timeout=2,keep_alive_interval=1"
         launcher = ("-m", "torch.distributed.run", *machines, *meeting, conf)
         script = ("--no-python", "bash", str(SCRIPT), "run")
-        return command.start(*script, *RUN, *REPLICAS, launcher=launcher, PATH=path, **env)
+        return command.start(*script, *RUN, *REPLICAS, launcher=launcher, **env)
 
     kept, lost = start(True), start(False, IS_LOST="1")
     assert command.finish(lost, timeout=120)[0] == -9
     code, out, err = command.finish(kept, timeout=120)
     assert code == 0, err
-    # both machines trained the first epoch; the others were trained by one
-    assert "on 2 x cpu" in out and "epoch 2/3" not in out.partition("on cpu")[0]
+    # both machines trained the first epoch, and one machine the others
+    both, _, one = out.partition("4 replicas on 1 x cpu")
+    assert "4 replicas on 2 machines" in both and "epoch 2/3" not in both and "epoch 2/3" in one
 
     assert main("fit", *RUN, *REPLICAS, "--trainer.devices=1", "--run_dir=whole") == 0
     assert fingerprint(out) == fingerprint(capfd.readouterr().out)

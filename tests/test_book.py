@@ -60,8 +60,10 @@ def test_the_trainer_finds_the_same_weights(
     model = LeNet(lr=0.2).double()
     for parameter, value in zip(model.net.parameters(), params()):
         parameter.data.copy_(value.T if value.ndim == 2 else value)  # as `nn.Linear` keeps it
-    two = ManualAllreduceStrategy(replicas=2)
-    make_trainer(strategy=two, max_epochs=3, precision="64-true").fit(model, make_data(val_size=0))
+    strategy = ManualAllreduceStrategy()
+    make_trainer(strategy=strategy, max_epochs=3, precision="64-true").fit(
+        model, make_data(val_size=0)
+    )
 
     lenet = book.lenet
     monkeypatch.setattr(book, "lenet", lambda X, params: lenet(X.double(), params))

@@ -8,12 +8,12 @@ import torch
 
 from lightning_mgpu import allreduce
 from lightning_mgpu.devices import gpus
-from lightning_mgpu.strategies import DataParallelStrategy, ManualAllreduceStrategy
+from lightning_mgpu.strategies import DataParallelStrategy
 from tests.strategies.conftest import Net, assert_close, fit, run_in_processes
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not gpus(), reason="needs a GPU")]
 KIND = gpus()[0].type if gpus() else "cpu"
-ALGORITHMS = ("textbook", "tree", "sharded", "ring", "key_value", "foreach")
+ALGORITHMS = ("textbook", "tree", "sharded", "ring", "key_value")
 
 
 class OnGPU(Net):
@@ -32,26 +32,9 @@ def test_an_allreduce_sums_between_gpus(name: str) -> None:
         allreduce.check_allreduce(getattr(allreduce, f"{name}_allreduce"), given)
 
 
-@pytest.mark.parametrize("name", ["manual_allreduce", "dp"])
-def test_replicas_on_one_gpu_train_as_one_device(name: str) -> None:
-    two = [str(gpus()[0])] * 2
-    strategies = {
-        "dp": DataParallelStrategy(parallel_devices=two),
-        "manual_allreduce": ManualAllreduceStrategy(replicas=2),
-    }
-    assert_close(trained(strategies[name]), trained(), 1e-9, 1e-12)
-
-
-def trained_by_two_on_one() -> Any:
-    two: Any = {"parallel_devices": ["cuda:0"] * 2, "process_group_backend": "gloo"}
-    return trained(ManualAllreduceStrategy(**two), devices=2)
-
-
-@pytest.mark.skipif(KIND != "cuda", reason="NCCL takes one process per GPU, and gloo CUDA's")
-def test_two_processes_on_one_gpu_train_as_one_device() -> None:
-    one = trained()
-    for found in run_in_processes(2, trained_by_two_on_one):
-        assert_close(found, one, 1e-9, 1e-12)
+def test_dp_on_one_gpu_trains_as_one_device():
+    two = DataParallelStrategy(parallel_devices=[str(gpus()[0])] * 2)
+    assert_close(trained(two), trained(), 1e-9, 1e-12)
 
 
 @pytest.mark.skipif(len(gpus()) < 2, reason="needs two GPUs")

@@ -11,14 +11,14 @@ from lightning_mgpu.models import LeNet
 from tests.runs.conftest import last, metrics
 
 ONE_DEVICE = ("--trainer.accelerator=cpu", "--trainer.devices=1", "--run_dir=run")
-REPLICAS = ("--trainer.strategy=manual_allreduce", "--trainer.strategy.replicas=2")
+STRATEGY = "--trainer.strategy=manual_allreduce"
 DATA = ("--data.val_size=101", "--data.batch_size=64")
 
 
 @pytest.fixture
 def fit(main: Callable[..., int], root: Path) -> Iterator[Callable[..., int]]:
-    """Run `fit` with two replicas: 402 images to train on, 101 to validate."""
-    given = (*ONE_DEVICE, *REPLICAS, f"--data.root={root}", *DATA)
+    """Run `fit` on one device: 402 images to train on, 101 to validate."""
+    given = (*ONE_DEVICE, STRATEGY, f"--data.root={root}", *DATA)
     yield lambda name, *args: main("fit", *(name and [f"--config={name}"]), *given, *args)
     torch.use_deterministic_algorithms(False)
     torch.autograd.set_detect_anomaly(False)

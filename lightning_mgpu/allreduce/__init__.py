@@ -17,18 +17,16 @@ counts all of these, and `python -m lightning_mgpu allreduce NAME` counts yours.
 
 Few large messages win when each has a high fixed cost, small even ones when bandwidth limits.
 
-Where all k share one memory (replicas on the CPU), messages are only reads and writes, and small
-models spend most of the time in Python's calls. `foreach` computes the textbook's sums, to the bit,
-in 2(k-1) calls for the whole model: its attribute `many` gets all parameters at once (check.py).
+`textbook`, `tree` and `key_value` add every element in the same order, whatever else is in the
+tensor. They say so by an attribute, `elementwise = True`: a strategy may call them on any slice of
+a bucket of gradients, for example once per bucket instead of once per parameter.
 """
 
 from lightning_mgpu.allreduce.check import (
     Allreduce,
-    allreduce_many,
     check_allreduce,
     find_allreduce,
 )
-from lightning_mgpu.allreduce.foreach import foreach_allreduce
 from lightning_mgpu.allreduce.key_value import KeyValueStore, key_value_allreduce
 from lightning_mgpu.allreduce.ring import ring_allreduce
 from lightning_mgpu.allreduce.sharded import sharded_allreduce
@@ -38,10 +36,8 @@ from lightning_mgpu.allreduce.tree import tree_allreduce
 __all__ = [
     "Allreduce",
     "KeyValueStore",
-    "allreduce_many",
     "check_allreduce",
     "find_allreduce",
-    "foreach_allreduce",
     "key_value_allreduce",
     "ring_allreduce",
     "sharded_allreduce",

@@ -13,23 +13,6 @@ It works in place. The sums are bit-identical on every device and at every call,
 (empty, not divisible by k), any strides and any floating dtype. Those of this package take 0-d
 tensors too; yours need not."""
 
-AllreduceMany = Callable[[list[list[Tensor]]], None]
-"""Takes all gradients of a model at once: a list of k tensors for every parameter.
-
-An allreduce may have such a function as its attribute `many`, which a strategy then calls instead,
-once per step. It does to each list what the `Allreduce` does to one, with the same sums. The lists
-may differ in shape, strides and dtype; there may be none at all."""
-
-
-def allreduce_many(allreduce: Allreduce, gradients: list[list[Tensor]]) -> None:
-    """Sum every parameter's k gradients: by `allreduce.many` if it has one, else one by one."""
-    many: AllreduceMany | None = getattr(allreduce, "many", None)
-    if many is not None:
-        many(gradients)
-    else:
-        for tensors in gradients:
-            allreduce(tensors)
-
 
 def find_allreduce(name: str) -> Allreduce:
     """An allreduce of this package by its short name, or yours by its dotted path.
@@ -39,7 +22,7 @@ def find_allreduce(name: str) -> Allreduce:
     """
     function = pydoc.locate(f"{__package__}.{name}_allreduce") or pydoc.locate(name)
     if not callable(function):
-        names = "textbook, key_value, tree, sharded, ring, foreach"
+        names = "textbook, key_value, tree, sharded, ring"
         raise ValueError(f"no allreduce {name!r}: take {names}, or a path, my_module.my_allreduce")
     return function
 
@@ -47,23 +30,29 @@ def find_allreduce(name: str) -> Allreduce:
 def check_allreduce(allreduce: Allreduce, devices: Sequence[torch.device]) -> None:
     """Call `allreduce` on small tensors, one for each of `devices`, and hold it to the contract.
 
-    If it has a `many`, that is held to the same, on all of those tensors in one call.
-
     Raises:
-        ValueError: One line that says which device got what, and what it should have got.
+        ValueError: One line that names the device, its result and the expected one.
     """
     name = repr(allreduce)
     if hasattr(allreduce, "__qualname__"):
         name = f"{allreduce.__module__}.{allreduce.__qualname__}"
-    k = len(devices)
-    cases = _cases(devices)
-    for inputs in cases:
-        _check(
-            f"allreduce {name} of {k} tensors", lambda lists: allreduce(lists[0]), [inputs], devices
-        )
-    if hasattr(allreduce, "many"):
-        for some in ([], cases):
-            _check(f"allreduce {name}.many of {k} tensors", allreduce.many, some, devices)
+    name = f"allreduce {name} of {len(devices)} tensors"
+    for inputs in _cases(devices):
+        result, again = (_call(name, allreduce, inputs, devices) for _ in range(2))
+        others = {"on device 0": [result[0]] * len(devices), "when called again": again}
+        if getattr(allreduce, "elementwise", False):
+            halves = zip(*(x.flatten().chunk(2) for x in inputs))
+            parts = [_call(name, allreduce, [*half], devices) for half in halves]
+            others["on slices (`elementwise`)"] = [torch.cat(part) for part in zip(*parts)]
+        for where, expected in others.items():
+            for i, (found, other) in enumerate(zip(result, expected)):
+                if (differs := found != other.view_as(found)).any():
+                    values = _show(found, differs), _show(other.view_as(found), differs)
+                    raise ValueError(
+                        f"{name} left device {i} ({devices[i]}) with {values[0]}, but {values[1]} "
+                        f"{where}; the sums must be bitwise identical on all devices and at every "
+                        "call"
+                    )
 
 
 def _cases(devices: Sequence[torch.device]) -> list[list[Tensor]]:
@@ -84,55 +73,32 @@ def _cases(devices: Sequence[torch.device]) -> list[list[Tensor]]:
     return cases
 
 
-def _check(
-    name: str, many: AllreduceMany, cases: list[list[Tensor]], devices: Sequence[torch.device]
-) -> None:
-    """Raise if `many` fails, leaves no sums, or leaves other bits on a device or at a 2nd call."""
-    results, repeated = (_call(name, many, cases, devices) for _ in range(2))
-    for result, again in zip(results, repeated):
-        for i, device in enumerate(devices):
-            for other, where in ((result[0], "on device 0"), (again[i], "when called again")):
-                if (differs := result[i] != other).any():
-                    values, others = _show(result[i], differs), _show(other, differs)
-                    raise ValueError(
-                        f"{name} left device {i} ({device}) with {values}, but {others} {where}; "
-                        "the sums must be the same bits on all devices and at every call"
-                    )
-
-
 def _call(
-    name: str, many: AllreduceMany, cases: list[list[Tensor]], devices: Sequence[torch.device]
-) -> list[list[Tensor]]:
-    """Call `many` on copies of the inputs on `devices`; returns the sums, checked, on the CPU."""
-    copies = [[x.to(device, copy=True) for x, device in zip(xs, devices)] for xs in cases]
+    name: str, allreduce: Allreduce, inputs: list[Tensor], devices: Sequence[torch.device]
+) -> list[Tensor]:
+    """Call it on copies of the inputs on `devices`; returns the sums, checked, on the CPU."""
+    x, terms = inputs[0], torch.stack(inputs).double()
+    where = f"tensors of shape {tuple(x.shape)}, strides {x.stride()}, {x.dtype}"
+    tensors = [x.to(device, copy=True) for x, device in zip(inputs, devices)]
     # seen from here, a slot or a tensor that was given other memory has not changed
-    memory = [[t.detach() for t in tensors] for tensors in copies]
+    memory = [t.detach() for t in tensors]
     try:
-        many(copies)
+        allreduce(tensors)
     except Exception as error:
-        where = _where(cases[0][0]) if len(cases) == 1 else f"given {len(cases)} parameters"
-        raise ValueError(
-            f"{name} raised {type(error).__name__} ({where}): {' '.join(str(error).split())}"
-        ) from error
-    results = [[t.cpu() for t in tensors] for tensors in memory]
-    for inputs, sums in zip(cases, results):
-        x, terms = inputs[0], torch.stack(inputs).double()
-        exact = terms.sum(0)
-        rounding = 2 * len(inputs) * torch.finfo(x.dtype).eps * terms.abs().sum(0)
-        for i, (device, result) in enumerate(zip(devices, sums)):
-            # nan is wrong too
-            if (is_wrong := ~((result.double() - exact).abs() <= rounding)).any():
-                total = _show(exact.to(x.dtype), is_wrong)
-                raise ValueError(
-                    f"{name} left device {i} ({device}) with {_show(result, is_wrong)} instead of "
-                    f"the sum {total} ({_where(x)}); it must write into the tensors it is given "
-                    "(tensors[i].copy_(...)), not into copies, and not rebind the list's slots"
-                )
+        text = f"{type(error).__name__} ({where}): {' '.join(str(error).split())}"
+        raise ValueError(f"{name} raised {text}") from error
+    results, exact = [t.cpu() for t in memory], terms.sum(0)
+    rounding = 2 * len(inputs) * torch.finfo(x.dtype).eps * terms.abs().sum(0)
+    for i, (device, result) in enumerate(zip(devices, results)):
+        # nan is wrong too
+        if (is_wrong := ~((result.double() - exact).abs() <= rounding)).any():
+            total = _show(exact.to(x.dtype), is_wrong)
+            raise ValueError(
+                f"{name} left device {i} ({device}) with {_show(result, is_wrong)} instead of the "
+                f"sum {total} ({where}); it must write into the tensors it is given "
+                "(tensors[i].copy_(...)), not into copies, and not rebind the list's slots"
+            )
     return results
-
-
-def _where(x: Tensor) -> str:
-    return f"tensors of shape {tuple(x.shape)}, strides {x.stride()}, {x.dtype}"
 
 
 def _show(values: Tensor, is_wrong: Tensor) -> str:

@@ -47,3 +47,6 @@ def key_value_allreduce(tensors: list[Tensor]) -> None:
         store.push("gradient", worker, gradient)
     for out in tensors:
         store.pull("gradient", out)
+
+
+key_value_allreduce.elementwise = True  # type: ignore[attr-defined]

@@ -26,3 +26,6 @@ def tree_allreduce(tensors: list[Tensor]) -> None:
         distance //= 2
         for i in range(0, k - distance, 2 * distance):
             tensors[i + distance].copy_(tensors[i])
+
+
+tree_allreduce.elementwise = True  # type: ignore[attr-defined]

@@ -10,7 +10,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_mgpu.callbacks.curve import draw_curve
-from lightning_mgpu.devices import describe_devices, devices, process_devices, synchronize
+from lightning_mgpu.devices import describe_replicas, devices, process_devices, synchronize
 from lightning_mgpu.runs.metrics import STAGE_AND_METRIC
 from lightning_mgpu.runs.record import count_parameters
 
@@ -50,12 +50,11 @@ class RunOutput(Checkpoint):
         self.header = False
         replicas = getattr(trainer.strategy, "num_replicas", None) or len(devices(trainer))
         strategy, data = trainer.strategy, trainer.datamodule
-        allreduce = getattr(strategy, "exchange", None) or getattr(strategy, "allreduce", None)
-        how = f" ({getattr(allreduce, '__name__', type(allreduce).__name__)})" if allreduce else ""
+        how = f" ({strategy.description})" if hasattr(strategy, "description") else ""
         size = f"{count_parameters(pl_module):,} parameters"
         lines = {
             "model": f"{type(pl_module).__name__}, {size}, precision {trainer.precision}",
-            "strategy": f"{type(strategy).__name__}{how} on {describe_devices(devices(trainer))}",
+            "strategy": f"{type(strategy).__name__}{how} on {describe_replicas(trainer)}",
             "batch": f"{batch} global, {batch / replicas:g} per replica" if batch else "",
             "data": f"{type(data).__name__} {getattr(data, 'summary', '')}".strip() if data else "",
             "run": "" if trainer.fast_dev_run else trainer.default_root_dir,

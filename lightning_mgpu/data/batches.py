@@ -1,7 +1,7 @@
 """The batch contract: the same global batches in the same order, by any strategy on any devices.
 
 The order depends only on the seed and the epoch. A global batch is cut into k shards, one per
-replica, and every process reads the shards of its replicas (`lightning_mgpu.shards`).
+replica, and every process reads the shard of its replica (`lightning_mgpu.shards`).
 
     def train_dataloader(self):  # of your LightningDataModule
         return batch_loader(self.train_set, self.batch_size, self.trainer, shuffle=True)
@@ -19,7 +19,7 @@ from torch.utils import data
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from lightning_mgpu.seeds import new_generator
-from lightning_mgpu.shards.reader import ShardKeys, ShardReader, cut_indices, only_shard
+from lightning_mgpu.shards.reader import ShardKeys, ShardReader, cut_indices, take_batch
 
 
 class GlobalBatchSampler(data.DistributedSampler):
@@ -67,10 +67,10 @@ class GlobalBatchSampler(data.DistributedSampler):
 
     def __iter__(self) -> Iterator[ShardKeys]:
         self.seen_batch_indices: list[list[int]] = []
-        here = range(self.rank, self.rank + 1)
         for number, batch in enumerate(self.whole_batches()):
-            keys = cut_indices(batch, self.num_replicas, here, number, self.pass_seed, self.epoch)
-            self.seen_batch_indices += keys.indices
+            of_pass = number, self.pass_seed, self.epoch
+            keys = cut_indices(batch, self.num_replicas, self.rank, *of_pass)
+            self.seen_batch_indices.append(keys.indices)
             yield keys
 
     def __len__(self) -> int:
@@ -136,4 +136,4 @@ def batch_loader(
     sampler = new_sampler(num, batch_size, shuffle, seed, drop_last, *share)
     reader = ShardReader(dataset, collate_fn)
     kwargs["generator"] = torch.Generator()  # else torch's would lose a number that dropout draws
-    return BatchLoader(reader, batch_size=None, sampler=sampler, collate_fn=only_shard, **kwargs)  # type: ignore[arg-type]
+    return BatchLoader(reader, batch_size=None, sampler=sampler, collate_fn=take_batch, **kwargs)  # type: ignore[arg-type]

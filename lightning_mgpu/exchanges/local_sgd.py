@@ -26,15 +26,13 @@ from torch import Tensor
 from lightning_mgpu.exchanges.check import path_of
 from lightning_mgpu.exchanges.route import exact
 from lightning_mgpu.exchanges.strategy import ExchangeStrategy
-from lightning_mgpu.processes.facts import FACTS
+from lightning_mgpu.processes.consistency import INVARIANTS, crc_of
 from lightning_mgpu.routes.buckets import Gradients
-from lightning_mgpu.routes.sums import take_all
 from lightning_mgpu.shards.checksum import checksum
-from lightning_mgpu.strategies.buffers import ReplicaBuffers
+from lightning_mgpu.strategies.manual_allreduce import name_of
 
 # torch 2.14 has made it public
 set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
-MEETING = "meeting"  # the key of its route, with a delay
 
 
 def nesterov(mean: Tensor, state: Any, lr: float = 1.0, momentum: float = 0.0) -> Tensor:
@@ -69,10 +67,11 @@ class LocalSGDStrategy(ExchangeStrategy):
         parallel_devices, ...: As for `ManualAllreduceStrategy`. There is one replica per process.
     """
 
-    facts = FACTS | {
-        "since_last": "had other batches, learning rates or parameters that require a gradient "
-        "since the last exchange of weights. Seed all alike, do not split a dataset by rank, and "
-        "let schedulers act on what is logged with sync_dist=True",
+    invariants = INVARIANTS | {
+        "since_last": "since the last synchronization of weights, process {process} had different "
+        "batches, learning rates or trained parameters than process {rank}. Seed all processes "
+        "equally, do not split a dataset by rank, and let schedulers use values that are logged "
+        "with sync_dist=True.",
     }
     saves_optimizers = True
     flag_of_k = "devices"
@@ -114,6 +113,13 @@ class LocalSGDStrategy(ExchangeStrategy):
         default = partial(nesterov, lr=self.outer_lr, momentum=self.outer_momentum)
         return partial(exchange_and_step, super().make_function(), self.outer or default)
 
+    @property
+    def description(self) -> str:
+        outer = f"outer learning rate {self.outer_lr:g}, momentum {self.outer_momentum:g}"
+        outer = f"outer step {name_of(self.outer)}" if self.outer else outer
+        delay = f", delay {self.delay}, mix {self.mix:g}" if self.delay else ""
+        return f"{super().description} every {self.every} steps{delay}, {outer}"
+
     def name_function(self) -> str:
         outer = f", then outer step {path_of(self.outer)}," if self.outer else ""
         return super().name_function() + outer
@@ -125,15 +131,15 @@ class LocalSGDStrategy(ExchangeStrategy):
         averages = WeightAveraging, StochasticWeightAveraging
         callbacks: Any = vars(trainer)["callbacks"]
         has_average = any(isinstance(each, averages) for each in callbacks)
-        if self.num_local > 1 or self._layer_sync is not None or has_average:
+        if self._layer_sync is not None or has_average:
             raise MisconfigurationException(
-                "An exchange of weights now and then needs one replica per process, no "
-                "sync_batchnorm, and no callback that averages weights."
+                "An exchange of weights now and then needs no sync_batchnorm, and no callback that "
+                "averages weights."
             )
         if self.delay and self.root_device.type != "cpu":
             raise MisconfigurationException("An exchange with a delay works between CPUs only.")
-        if self.delay and not self.is_alone:
-            set_timeout(timedelta(days=365), self._courier.group)  # `wait` gives up, at the arrival
+        if self.delay and not self.is_single_process:
+            set_timeout(timedelta(days=365), self.sync.group)  # `wait` gives up, at the arrival
 
     def reset_states(self) -> None:
         super().reset_states()
@@ -142,15 +148,15 @@ class LocalSGDStrategy(ExchangeStrategy):
         self._weights: Gradients = {}  # the last common ones
 
     @torch.no_grad()
-    def exchange_gradients(self, replicas: list[Gradients], shares: list[float]) -> None:
+    def exchange_gradients(self, gradients: Gradients, share: float) -> None:
         """Nothing is sent: the gradient is the mean over this replica's own shard."""
-        facts = [each.facts for each in self.given_shards]
+        facts = [shard.facts for shard in self.shards]
         self._facts = crc32(repr(facts).encode(), self._facts)
-        sums = {p: torch.empty_like(p).copy_(g) for p, g in replicas[0].items()}
+        sums = {p: torch.empty_like(p).copy_(g) for p, g in gradients.items()}
         self.set_sums(sums)
 
-    def find_shares(self) -> list[float]:
-        return [1.0]
+    def compute_share(self) -> float:
+        return 1.0
 
     def gather_weights(self, weights: np.ndarray) -> np.ndarray:
         return weights
@@ -186,19 +192,15 @@ class LocalSGDStrategy(ExchangeStrategy):
             return
         self._receive_differences()
         self.weights_are_equal, self._num_updates = True, 0
-        buffers = ReplicaBuffers(self.module, 1)
-        if self.update:  # of a window that goes on
-            self.update.buffers = None
-        args = [self._find_differences()], "weights to exchange", buffers.num_bytes and buffers
-        steps = self.exchange_all(*args, since_last=self._sum_up())
-        self._move_weights(steps, mix=0)
+        self.has_run = False
+        args = self._find_differences(), "weights to exchange", self._sum_up(), True
+        self._move_weights(self.sum_over_replicas(*args), mix=0)
         self._weights = {}
 
     @torch.no_grad()
     def _send_differences(self) -> None:
         """Let them leave, and what the processes compare with them. Buffers stay."""
-        row = self.start_all([self._find_differences()], since_last=self._sum_up())
-        self._courier.start(MEETING, take_all(torch.from_numpy(row), self.world_size))
+        self.sync.send(self._find_differences(), self._sum_up())
         self._is_under_way, self._num_updates = True, 0
 
     @torch.no_grad()
@@ -207,9 +209,7 @@ class LocalSGDStrategy(ExchangeStrategy):
         if not self._is_under_way:
             return
         self._is_under_way = False
-        results = self._dispatcher.finish({})
-        flags = self.read_flags(results[MEETING].numpy())
-        self._move_weights(self.take_results(results, flags), self.mix)
+        self._move_weights(self.commit_states(self.sync.receive()), self.mix)
 
     def _find_differences(self) -> Gradients:
         if {*self._find_trained()} != {*self._weights}:
@@ -217,14 +217,14 @@ class LocalSGDStrategy(ExchangeStrategy):
                 "Between two exchanges of weights, `requires_grad` must not change: change it "
                 "right after an evaluation or a checkpoint."
             )
-        return {p: (X - p) / self.num_replicas for p, X in self._weights.items()}
+        return {p: (X - p) / self.world_size for p, X in self._weights.items()}
 
-    def _sum_up(self) -> int:
-        """A checksum of facts that must be alike, since differences left for the last time."""
+    def _sum_up(self) -> dict[str, int]:
+        """Invariants since differences were sent for the last time."""
         lrs = [group["lr"] for each in self.optimizers for group in each.param_groups]
         names = [name for name, p in self.module.named_parameters() if p in self._weights]
         facts, self._facts = self._facts, 0
-        return crc32(repr((facts, checksum(lrs), names)).encode())
+        return {"since_last": crc_of((facts, checksum(lrs), names)), **self.batch_invariants()}
 
     def _move_weights(self, steps: Gradients, mix: float) -> None:
         """The step of the common weights X. The replica goes on from X, or from its own and X."""
@@ -232,10 +232,10 @@ class LocalSGDStrategy(ExchangeStrategy):
             X = self._weights[p].sub_(step)
             p.copy_(X.lerp(p, mix) if mix else X)
 
-    def sync_buffers(self, update: Any = None) -> None:
-        """After an update they are shared when weights are, and not in every step."""
+    def sync_buffers(self) -> None:
+        """After an update they are synchronized when weights are, and not in every step."""
         if self.weights_are_equal:
-            super().sync_buffers(update)
+            super().sync_buffers()
 
     def compare_weights(self) -> None:
         if self.weights_are_equal:

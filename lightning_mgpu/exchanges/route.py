@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_mgpu.routes.sums import Message
+from lightning_mgpu.routes.schedules import Message
 from lightning_mgpu.shards.checksum import checksum, to_bytes
 
 Exchange = Generator[Any, Any, Any]
@@ -106,19 +106,20 @@ def run_exchanges(
             break
         rows = [[to_bytes(X) for x in each.values() for X in tensors_of(x)] for each in sent]
         row = torch.cat([part for each in rows for part in each])
-        parts = yield Message(row, None, [len(row)] * num_processes)
-        received = unpack(sent[0], [each for part in parts for each in part.view(len(sent), -1)])
-        num_bytes += len(row) // len(sent)
+        everything = yield Message(row, None, [len(row)] * num_processes)
+        num_bytes_here = len(row) // len(sent)
+        received = unpack(sent[0], [*everything.view(-1, num_bytes_here)])
+        num_bytes += num_bytes_here
     plan.is_complete = True
     return take_results(planned, results), num_bytes
 
 
 def run_here(route: Any) -> tuple[list[Tensor], int]:
     """Run a route whose replicas are all in this process."""
-    parts: Any = None
+    received: Any = None
     try:
         while True:
-            parts = [route.send(parts).sent]
+            received = route.send(received).sent
     except StopIteration as end:
         return end.value
 

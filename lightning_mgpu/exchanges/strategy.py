@@ -1,6 +1,6 @@
 """`manual_allreduce` with an exchange of one's own in the place of the allreduce."""
 
-from collections import ChainMap, defaultdict
+from collections import defaultdict
 from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
@@ -21,8 +21,9 @@ from lightning_mgpu.allreduce import textbook_allreduce
 from lightning_mgpu.exchanges.check import SHAPES, check_exchange, path_of
 from lightning_mgpu.exchanges.route import Plan, State, exact, run_exchanges
 from lightning_mgpu.routes.buckets import Bucket, Gradients
-from lightning_mgpu.routes.sums import Route
+from lightning_mgpu.routes.schedules import MessageSchedule
 from lightning_mgpu.strategies import ManualAllreduceStrategy
+from lightning_mgpu.strategies.manual_allreduce import name_of
 from lightning_mgpu.tools import EXCHANGE, LAST
 
 
@@ -37,7 +38,7 @@ class ExchangeStrategy(ManualAllreduceStrategy):
         replicas, ...: As for `ManualAllreduceStrategy`.
     """
 
-    sums_in_place = False
+    uses_shared_memory = False
     saves_optimizers = False  # of each process, where they differ
     flag_of_k = "strategy.replicas"
     why_weights_differ = (
@@ -65,6 +66,10 @@ class ExchangeStrategy(ManualAllreduceStrategy):
     def make_function(self) -> Callable[..., Any]:
         """The exchange with its options."""
         return partial(self.exchange, **self.options)
+
+    @property
+    def description(self) -> str:
+        return name_of(self.exchange)
 
     def name_function(self) -> str:
         return path_of(self.exchange)
@@ -98,48 +103,45 @@ class ExchangeStrategy(ManualAllreduceStrategy):
         self.reset_states()
 
     def reset_states(self) -> None:
-        self._states: dict[int, Any] = {replica: {} for replica in self.local_replicas}
-        self._after: dict[int, Any] = defaultdict(dict)  # the states after this update
+        self._states: dict[Any, Any] = {}
+        self._after: dict[Any, Any] = {}  # the states after this update
         self.num_bytes = np.zeros(2)  # sent by one replica: by this exchange, by the exact sum
 
-    def route(self, bucket: Bucket, replicas: list[Gradients]) -> Route:
+    def sync_bucket(self, bucket: Bucket, gradients: Gradients) -> MessageSchedule:
         """The exchange of each X, a copy of gradients, with a copy of its state.
 
         Where numbers are not finite, all exchanges of the bucket here get zeros.
         """
-        groups = self._group(bucket, replicas)
-        Xs = [X for row in bucket.rows for X in row]
-        bucket.has_spoiled = not all(torch.stack([X.isfinite().all() for X in Xs]).tolist())
-        copies: list[dict[str, Tensor]] = []
-        states: list[dict[str, State]] = []
-        for (replica, kept), row in zip(self._states.items(), bucket.rows):
-            if self.flat and self._is_stateful and kept and not groups.keys() <= kept.keys():
-                rank_zero_warn(
-                    "flat=True: other parameters than before require a gradient, so the state of "
-                    "the exchange is reset."
-                )
-            gradients = dict(zip(bucket.parameters, row))
-            copies.append({})
-            states.append({})
-            for key, group in groups.items():
-                X = torch.cat([gradients[p].flatten() for p in group])
-                X = X.zero_() if bucket.has_spoiled else X
-                data = self._after[replica][key] = deepcopy(kept.get(key, {}))
-                name = key[0]
-                states[-1][name] = State(name, replica, self.num_replicas, data, self._seed)
-                copies[-1][name] = X if self.flat else X.view_as(group[0])
+        groups, kept = self._group(bucket, gradients), self._states
+        are_finite = torch.stack([X.isfinite().all() for X in bucket.gradients])
+        bucket.found_nonfinite = not are_finite.all()
+        if self.flat and self._is_stateful and kept and not groups.keys() <= kept.keys():
+            rank_zero_warn(
+                "flat=True: other parameters than before require a gradient, so the state of "
+                "the exchange is reset."
+            )
+        rows, copies, states = dict(zip(bucket.parameters, bucket.gradients)), {}, {}
+        for key, group in groups.items():
+            X = torch.cat([rows[p].flatten() for p in group])
+            X = X.zero_() if bucket.found_nonfinite else X
+            data = self._after[key] = deepcopy(kept.get(key, {}))
+            name = key[0]
+            states[name] = State(name, self.global_rank, self.world_size, data, self._seed)
+            copies[name] = X if self.flat else X.view_as(group[0])
         plan = self._plans.setdefault((*groups,), Plan(self.meeting))
-        route = run_exchanges(self._function, copies, states, self.world_size, plan)
+        route = run_exchanges(self._function, [copies], [states], self.world_size, plan)
         return self._split_results(bucket, [*groups.values()], route)
 
-    def _group(self, bucket: Bucket, replicas: list[Gradients]) -> dict[Any, list[Tensor]]:
+    def _group(self, bucket: Bucket, gradients: Gradients) -> dict[Any, list[Tensor]]:
         """The parameters of each X, by the key of its state, in which the name comes first."""
-        keys = {p: (self._layout[p][0], tuple(p.shape), str(p.dtype)) for p in bucket.parameters}
+        keys = {
+            p: (self.sync.layout[p][0], tuple(p.shape), str(p.dtype)) for p in bucket.parameters
+        }
         if not self.flat:  # a layer may be replaced by another
-            return {key: [p] for p, key in keys.items() if p.numel()}
+            return {key: [p] for p, key in keys.items()}
         groups = defaultdict[Any, list[Tensor]](list)
-        for p in self._layout:
-            if p.numel() and (p.requires_grad or any(p in each for each in replicas)):
+        for p in self.sync.layout:
+            if p.dtype == bucket.dtype and (p.requires_grad or p in gradients):
                 groups[str(p.dtype)].append(p)
         return {(dtype, *(keys[p] for p in group)): group for dtype, group in groups.items()}
 
@@ -151,25 +153,27 @@ class ExchangeStrategy(ManualAllreduceStrategy):
             parts = X.flatten().split([p.numel() for p in group])
             found |= {p: part.view(p.shape) for p, part in zip(group, parts)}
         found |= {p: torch.zeros_like(p) for p in bucket.parameters if p not in found}
-        return bucket.keep([found[p] for p in bucket.parameters])
+        return bucket.write_results([found[p] for p in bucket.parameters])
 
-    def take_results(self, results: dict[Any, Any], flags: list[int]) -> Gradients:
-        """If a number was not finite, all results are NaN, and no state keeps this update."""
-        found, has_spoiled = super().take_results(results, flags), flags[1]
-        after, self._after = self._after, defaultdict(dict)
-        names = {self._layout[p][0] for p in found}
-        for replica, kept in self._states.items() if not has_spoiled else ():
-            if self.flat:  # a state of other parameters is over
-                kept.clear()
-            data = after[replica].items()
-            kept |= {key: each for key, each in data if self.flat or key[0] in names}
-        for p, X in found.items():
-            if has_spoiled:
-                X.fill_(torch.nan)
-            elif not X.isfinite().all():
-                told = "an exchange makes numbers that are not finite of gradients that are"
-                raise RuntimeError(f"{self._layout[p][0]}: {told}")
-        return found
+    def sum_over_replicas(self, *args: Any, **kwargs: Any) -> Gradients:
+        return self.commit_states(super().sum_over_replicas(*args, **kwargs))
+
+    def commit_states(self, results: Gradients) -> Gradients:
+        """Keep the states of this update. If a gradient was non-finite, all results are NaN."""
+        after, self._after = self._after, {}
+        if self.sync.found_nonfinite:
+            return {p: X.fill_(torch.nan) for p, X in results.items()}
+        if self.flat:  # a state of other parameters has ended
+            self._states.clear()
+        names = {self.sync.layout[p][0] for p in results if p in self.sync.layout}
+        self._states |= {k: data for k, data in after.items() if self.flat or k[0] in names}
+        for p, X in results.items():
+            if not X.isfinite().all():
+                raise RuntimeError(
+                    f"{self.sync.layout[p][0]}: an exchange produced non-finite values from finite "
+                    "gradients"
+                )
+        return results
 
     def set_sums(self, sums: Gradients) -> None:
         super().set_sums(sums)
@@ -198,11 +202,11 @@ class ExchangeStrategy(ManualAllreduceStrategy):
         is_interrupted = self.module.trainer.interrupted  # then each process has only its own
         if Path(filepath).name == LAST and not is_interrupted:  # states are large
             optimizers = [each.state_dict() for each in self.optimizers if self.saves_optimizers]
-            own = {replica: [kept, optimizers] for replica, kept in self._states.items()}
-            parts = self.meeting.gather_objects(move_data_to_device(own, "cpu"), "states")
+            own = move_data_to_device([self._states, optimizers], "cpu")
+            parts = self.meeting.gather_objects(own, "states")
             checkpoint[EXCHANGE] = {
                 "settings": self.find_settings(),
-                "replicas": dict(ChainMap(*parts)),
+                "replicas": dict(enumerate(parts)),
                 "num_bytes": self.num_bytes.tolist(),
             }
         super().save_checkpoint(checkpoint, filepath, storage_options)
@@ -210,7 +214,7 @@ class ExchangeStrategy(ManualAllreduceStrategy):
     def find_settings(self) -> dict[str, Any]:
         """What a resumed run must not change, by the name of its flag."""
         own = {"strategy.exchange": path_of(self.exchange), "strategy.options": self.options}
-        return {**own, "strategy.flat": self.flat or None, self.flag_of_k: self.num_replicas}
+        return {**own, "strategy.flat": self.flat or None, self.flag_of_k: self.world_size}
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
         """Lightning calls this after `setup`, when a run is resumed, and after a finder's steps."""
@@ -235,7 +239,6 @@ class ExchangeStrategy(ManualAllreduceStrategy):
                     f"{own.get(flag)}."
                 )
         self.num_bytes = np.array(saved["num_bytes"])
-        for replica, kept in self._states.items():
-            states, optimizers = saved["replicas"][replica]
-            kept |= move_data_to_device(states, self.root_device)
+        states, optimizers = saved["replicas"][self.global_rank]
+        self._states = move_data_to_device(states, self.root_device)
         return optimizers

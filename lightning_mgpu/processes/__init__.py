@@ -1,10 +1,10 @@
 """What several processes need to train as one: `strategies/` builds on it.
 
-`ProcessPerDeviceStrategy` (strategy.py) starts processes as `ddp` does, gives each its part of
-every batch, and makes evaluations exact. Processes *meet*: each brings a short row, and all get the
-rows of all (meeting.py), in shared memory if all of them are in one machine, else by one message.
-So they compare what has to be alike (facts.py). A process that waits for one that has ended says so
-(ends.py).
+`ProcessPerDeviceStrategy` (strategy.py) launches processes as `ddp` does, gives each its shard of
+every batch, and makes evaluations exact. Processes exchange control messages: each contributes a
+short row, and all get the rows of all (meeting.py), in shared memory if all of them are on one
+machine, else by one message. So they compare what has to be identical (consistency.py). A process
+that waits for one that has ended raises an error (ends.py).
 """
 
 from lightning_mgpu.processes.ends import ProcessEnded

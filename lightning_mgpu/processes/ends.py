@@ -31,11 +31,12 @@ class ProcessEnded(RuntimeError):
     """Another process has ended, has not come in time, or is at another place."""
 
 
-def wait(meeting: Any, late: Callable[[], Sequence[int]]) -> None:
-    """Wait until all processes have come to the same place.
+def wait(meeting: Any, late: Callable[[], Sequence[int]], pause: Callable[[bool], None]) -> None:
+    """Wait until no process is late.
 
     Args:
-        late: Returns the processes that have not come, or all others while that is not known.
+        late: Returns the processes that are late, or all others if that is not known.
+        pause: Waits for a moment, at most 20 ms; it gets whether the waiting has just begun.
 
     Raises:
         ProcessEnded: After the meeting's timeout, or when another process has ended.
@@ -45,8 +46,7 @@ def wait(meeting: Any, late: Callable[[], Sequence[int]]) -> None:
     cpu_seconds = time.thread_time()
     while late():
         now = time.monotonic()
-        is_brief = now < start + 0.05  # later another program may use the core
-        os.sched_yield() if cells and cells.has_cores and is_brief else time.sleep(5e-5)
+        pause(now < start + 0.05)
         if now < looked + 0.5:
             continue
         looked = now

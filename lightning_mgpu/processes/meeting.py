@@ -11,6 +11,7 @@ import secrets
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from torch.profiler import record_function
 
 from lightning_mgpu.processes.ends import CAUSES, ENDED, ProcessEnded, wait
 
+MOMENT = timedelta(milliseconds=20)
 ROW = 1024  # bytes; what does not fit follows in a message
 CELL = np.dtype([("length", np.int64), ("purpose", "S24"), ("row", np.uint8, ROW)])
 SLOT = np.dtype([("count", np.int64), ("cell", CELL)])  # of mapped memory
@@ -109,8 +111,14 @@ class Meeting:
         """Wait for a message on its way, in Python; for one between GPUs, let the device wait."""
         others = [each for each in range(self.size) if each != self.rank]
         if is_on_host:
+
+            def block(has_begun: bool) -> None:
+                # in C++, so that other processes get this core; a signal is seen within 20 ms
+                with suppress(RuntimeError):  # of the timeout; others are raised below
+                    work.wait(MOMENT)
+
             with self.span("waiting"):
-                wait(self, lambda: () if work.is_completed() else others)
+                wait(self, lambda: () if work.is_completed() else others, block)
         try:
             work.wait()
         except RuntimeError as error:
@@ -168,6 +176,10 @@ class Cells:
         os.sched_yield()  # a fence: others see the cell before the count
         counts[rank] = now
         with self.meeting.span("waiting"):
-            wait(self.meeting, lambda: np.flatnonzero(counts < now).tolist())
+            wait(self.meeting, lambda: np.flatnonzero(counts < now).tolist(), self._pause)
         os.sched_yield()
         return cells
+
+    def _pause(self, has_begun: bool) -> None:
+        """Spin briefly, if each process has a core. Later another program may use it."""
+        os.sched_yield() if self.has_cores and has_begun else time.sleep(5e-5)

@@ -6,12 +6,12 @@ Launching, ranks and collectives are DDPStrategy's. There is no DDP wrapper.
 import os
 import random
 import signal
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from itertools import count
 from types import MethodType
 from typing import Any
-from zlib import crc32
 
 import numpy as np
 import torch
@@ -21,12 +21,13 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.environments import LightningEnvironment
-from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.strategies import DDPStrategy, Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from lightning_mgpu.processes.consistency import DIVERGED, INVARIANTS, ConsistencyCheck, crc_of
 from lightning_mgpu.processes.ends import (
     MAIN_PROCESS,
     end_with_main_process,
@@ -34,39 +35,58 @@ from lightning_mgpu.processes.ends import (
     host_group,
 )
 from lightning_mgpu.processes.evaluation import ExactLogging
-from lightning_mgpu.processes.facts import MeetingStrategy
 from lightning_mgpu.processes.meeting import Meeting
+from lightning_mgpu.shards.checksum import checksum
 from lightning_mgpu.shards.generators import Generators
 from lightning_mgpu.shards.loader import ShardLoader
-from lightning_mgpu.shards.reader import Shards
+from lightning_mgpu.shards.reader import Shard
 
 
-class ProcessPerDeviceStrategy(MeetingStrategy):
-    """Processes with equal weights, of which each gets its part of every global batch."""
+class ProcessPerDeviceStrategy(DDPStrategy):
+    """Processes with identical weights, each of which trains on its shard of every global batch.
 
-    replicas: int | None = None
-    given: Any = None  # the batch as the running loop has got it, with `Shards` in it
+    A replica is a process: `replicas=k` starts k processes, which share the devices evenly.
+    """
+
+    replicas: int | None = None  # None: one per device
+    invariants = INVARIANTS
+    why_weights_differ = (
+        "an edit that depends on the rank, a value logged without sync_dist=True, or "
+        "`loss.backward()` instead of `self.manual_backward(loss)`"
+    )
+    meeting: Any = None  # a `Meeting`, once all processes are there
+    loader_batch: Any = None  # as the running loop received it, with `Shard` objects in it
+    shards: Sequence[Any] = ()  # the `Shard` of each loader that has not ended
     kept: Generators | None = None  # of outside, where a step or an evaluation draws for itself
-    runs_one_of_several = False  # replicas of this process: then none may wait for others
+    _num_optimized = 0  # parameters in all optimizers
+    _optimized: frozenset[Tensor] = frozenset()  # those that have been checked
+
+    @property
+    def module(self) -> Any:
+        return self.lightning_module
 
     @property
     def world_size(self) -> int:
+        """k, the number of processes, replicas and shards of a global batch."""
         return self.num_nodes * self.num_processes
 
-    @property
-    def num_replicas(self) -> int:
-        """k: the global batch is cut into as many shards."""
-        return self.replicas or self.world_size
+    num_replicas = world_size
 
     @property
-    def num_local(self) -> int:
-        return self.num_replicas // self.world_size
+    def is_single_process(self) -> bool:
+        return self.world_size == 1
 
     @property
-    def local_replicas(self) -> range:
-        """The numbers of the replicas of this process, among all k."""
-        first = self.global_rank * self.num_local
-        return range(first, first + self.num_local)
+    def parallel_devices(self) -> list[torch.device] | None:
+        """A device per process of this machine: `devices`, each repeated for its replicas."""
+        num = 1
+        if self.devices and self.replicas:
+            num = max(self.replicas // (self.num_nodes * len(self.devices)), 1)
+        return self.devices and [device for device in self.devices for _ in range(num)]
+
+    @parallel_devices.setter
+    def parallel_devices(self, devices: list[torch.device] | None) -> None:
+        self.devices = devices
 
     @property
     def is_child(self) -> bool:
@@ -75,8 +95,8 @@ class ProcessPerDeviceStrategy(MeetingStrategy):
 
     @property
     def is_one_machine(self) -> bool:
-        """Whether several processes may have memory in common."""
-        return self.num_nodes == 1 and not self.is_alone
+        """Whether several processes may share memory."""
+        return self.num_nodes == 1 and not self.is_single_process
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -84,16 +104,41 @@ class ProcessPerDeviceStrategy(MeetingStrategy):
         self._logging = ExactLogging()
 
     def _configure_launcher(self) -> None:
-        if not self.is_alone:  # one process needs no launcher and no process group
-            super()._configure_launcher()
-            if not self.is_child:
-                os.environ[MAIN_PROCESS] = str(os.getpid())
+        self._check_replicas()
+        if self.is_single_process:
+            return  # without a launcher and a process group
+        if "OMP_NUM_THREADS" not in os.environ:
+            # Lightning would divide the cores of this machine by its own processes: another number,
+            # and so different sums, after a machine is lost
+            threads = max(1, len(os.sched_getaffinity(0)) // self.world_size)
+            os.environ["OMP_NUM_THREADS"] = str(threads)
+            torch.set_num_threads(threads)
+        super()._configure_launcher()
+        if not self.is_child:
+            os.environ[MAIN_PROCESS] = str(os.getpid())
+
+    def _check_replicas(self) -> None:
+        k, environment = self.replicas, self.cluster_environment
+        assert environment is not None
+        is_launched = environment.creates_processes_externally
+        if k and is_launched and not isinstance(environment, LightningEnvironment):
+            num = environment.world_size()
+            if num != k:
+                how = f"--nproc-per-node={max(k // self.num_nodes, 1)}"
+                raise MisconfigurationException(
+                    f"replicas={k}: start {k} processes ({how}), not {num}."
+                )
+        if k and k != self.world_size:
+            num = self.num_nodes * len(self.devices or ())
+            raise MisconfigurationException(f"replicas={k} must be a multiple of {num} devices.")
+        devices = self.parallel_devices or []
+        if len({*devices}) < len(devices) and devices[0].type == "cuda":
+            raise MisconfigurationException(
+                f"{len(devices)} replicas on {len({*devices})} GPUs: NCCL supports one process per "
+                "GPU. Use as many replicas as GPUs, or --trainer.accelerator=cpu."
+            )
 
     def setup_environment(self) -> None:
-        if self.num_replicas % self.world_size:
-            raise MisconfigurationException(
-                f"replicas={self.replicas} must be a multiple of the {self.world_size} processes."
-            )
         running = dist.get_world_size() if dist.is_initialized() else super().world_size
         if running != self.world_size:
             raise MisconfigurationException(
@@ -106,7 +151,7 @@ class ProcessPerDeviceStrategy(MeetingStrategy):
 
     def setup_distributed(self) -> None:
         group = None
-        if not self.is_alone:
+        if not self.is_single_process:
             if self.is_child:
                 end_with_main_process()
             with isolate_rng():  # Lightning seeds the generators again
@@ -115,6 +160,7 @@ class ProcessPerDeviceStrategy(MeetingStrategy):
         seconds = self._timeout.total_seconds()  # type: ignore[union-attr]
         args = group, seconds, self.module.trainer
         self.meeting = Meeting(self.global_rank, self.world_size, *args)
+        self.consistency = ConsistencyCheck(self.global_rank, self.invariants)
         self.sync_generators()
 
     def setup(self, trainer: Trainer) -> None:
@@ -125,19 +171,32 @@ class ProcessPerDeviceStrategy(MeetingStrategy):
         if self.is_one_machine:
             self.meeting.use_memory()
         Strategy.setup(self, trainer)
-        used = {p for o in self.optimizers for group in o.param_groups for p in group["params"]}
-        is_fitting = trainer.state.fn == TrainerFn.FITTING
-        if is_fitting and self.num_replicas > 1 and not used <= {*self.module.parameters()}:
-            raise MisconfigurationException(
-                "An optimizer has a parameter that the module does not have: assign its layer to "
-                "an attribute, or put it into a ModuleList."
-            )
+        self._num_optimized, self._optimized = 0, frozenset()
+        self.check_optimized_parameters()
         if self._start_method == "fork":  # Python seeds `random` again in a child
             random.seed(torch.initial_seed())
         self.sync_generators()
 
+    def check_optimized_parameters(self) -> None:
+        """Raise a MisconfigurationException if a parameter would be updated, but not synchronized.
+
+        It compares new ones, if the number of parameters has changed: a layer that was replaced
+        stays in its optimizer.
+        """
+        groups = [group["params"] for each in self.optimizers for group in each.param_groups]
+        num = sum(map(len, groups))
+        if num == self._num_optimized or self.is_single_process:
+            return
+        before, self._optimized = self._optimized, frozenset(p for group in groups for p in group)
+        self._num_optimized = num
+        if not self._optimized - before <= {*self.module.parameters()}:
+            raise MisconfigurationException(
+                "An optimizer has a parameter that is not a parameter of the module: assign its "
+                "layer to an attribute, or put it into a ModuleList."
+            )
+
     def sync_generators(self) -> None:
-        """What samplers and hooks draw from here on, they draw alike in all processes."""
+        """Samplers and hooks draw the same numbers in all processes from here on."""
         _set_rng_states(self.broadcast(_collect_rng_states(include_cuda=False)))
 
     def on_train_start(self) -> None:  # after those of the module and of callbacks
@@ -159,7 +218,8 @@ class ProcessPerDeviceStrategy(MeetingStrategy):
 
     def _setup_model(self, model: nn.Module) -> Any:
         """The first process's weights and buffers become those of all."""
-        for tensor in () if self.is_alone else (*model.parameters(), *model.buffers()):
+        tensors = () if self.is_single_process else (*model.parameters(), *model.buffers())
+        for tensor in tensors:
             tensor.data.copy_(self.broadcast(tensor.data.cpu()))
         return model
 
@@ -168,26 +228,19 @@ class ProcessPerDeviceStrategy(MeetingStrategy):
             self.meeting.gather(np.zeros(1, np.uint8), "barrier")
 
     def batch_to_device(self, batch: Any, device: Any = None, dataloader_idx: int = 0) -> Any:
-        """Takes the `Shards` of a loop's batch, and hands on what is in them.
-
-        Hooks that move a batch are called for each shard. With several, the result has all.
-        """
+        """Takes each `Shard` of a loop's batch, and hands on what is in it."""
         found = find_shards(batch)
         if not found:  # another caller's, for example of `to_onnx`
             return super().batch_to_device(batch, device, dataloader_idx)
-        self.given, self.given_shards, num_shards = batch, found, len(found[0].shards)
-        moved = [self._move_shard(i, batch, device, dataloader_idx) for i in range(num_shards)]
-        return moved[0] if num_shards == 1 else Shards(moved)
+        self.loader_batch, self.shards = batch, found
+        batch = tree_map_only(Shard, lambda each: each.batch, batch)
+        batch = self.precision_plugin.convert_input(batch)
+        with self.random_numbers("transfer"):
+            batch = LightningModule._on_before_batch_transfer(self.module, batch, dataloader_idx)
+            return super().batch_to_device(batch, device, dataloader_idx)
 
-    def _move_shard(self, i: int, batch: Any, device: Any, dataloader_idx: int) -> Any:
-        part = tree_map_only(Shards, lambda each: each.shards[i], batch)
-        part = self.precision_plugin.convert_input(part)
-        with self.draw_for_transfer(i):
-            part = LightningModule._on_before_batch_transfer(self.module, part, dataloader_idx)
-            return super().batch_to_device(part, device, dataloader_idx)
-
-    def draw_for_transfer(self, i: int) -> Any:
-        """A context for what the hooks that move shard i draw."""
+    def random_numbers(self, purpose: str) -> Any:
+        """A context for what the step, or the hooks that move a batch, draw."""
         return nullcontext()
 
     def process_dataloader(self, dataloader: Any) -> Any:
@@ -207,14 +260,41 @@ class ProcessPerDeviceStrategy(MeetingStrategy):
 
     def _evaluate(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Each number that the step logs becomes that of all samples."""
-        if self.is_alone:
+        if self.is_single_process:
             return step(*args, **kwargs)
         results: Any = self.module.trainer._results
-        self._logging.before_step(results, self.given_shards, args[0])
+        self._logging.before_step(results, self.shards, args[0])
         output = step(*args, **kwargs)
-        names = self._logging.after_step(results, self.given_shards)
-        self.compare_facts("an evaluation's step", names=names)
+        names = self._logging.after_step(results, self.shards)
+        row = self.consistency.pack({"names": crc_of(names), **self.batch_invariants()})
+        self.consistency.verify(self.meeting.gather(row, "an evaluation's step"), names)
         return output
+
+    def batch_invariants(self) -> dict[str, int]:
+        """Numbers of the running batch that must be identical in all processes."""
+        numbers = Counter[str]()
+        for shard in self.shards:
+            numbers.update(shard.facts)
+        return numbers
+
+    def compare_weights(self) -> None:
+        """Raise a RuntimeError if processes hold different weights or buffers."""
+        if self.is_single_process:
+            return
+        tensors = dict([*self.module.named_parameters(), *self.module.named_buffers()])
+        digests = self.meeting.gather(np.array([*map(checksum, tensors.values())]), "weights")
+        for process, i in np.argwhere(digests != digests[0]).tolist():
+            raise RuntimeError(
+                f"{DIVERGED}: {[*tensors][i]} of process {process} differs from process 0, because "
+                f"of {self.why_weights_differ}."
+            )
+
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        self.compare_weights()
+        super().save_checkpoint(*args, **kwargs)
+
+    def on_train_end(self) -> None:
+        self.compare_weights()
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """As DDPStrategy's, with exact means of integers: Lightning's counts of samples."""
@@ -225,9 +305,7 @@ class ProcessPerDeviceStrategy(MeetingStrategy):
 
     def all_gather(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """As DDPStrategy's, which would abort Python if the shapes differ."""
-        if self.runs_one_of_several:
-            raise MisconfigurationException("all_gather in a step: leave out `replicas`.")
-        shape = crc32(repr((tensor.dtype, tensor.shape)).encode())
+        shape = crc_of((tensor.dtype, tensor.shape))
         if np.ptp(self.meeting.gather(np.array([shape]), "all_gather")):
             raise RuntimeError(
                 f"all_gather of tensors of different shapes, here {tuple(tensor.shape)}: parts of "
@@ -236,25 +314,26 @@ class ProcessPerDeviceStrategy(MeetingStrategy):
         return super().all_gather(tensor, *args, **kwargs)
 
     def teardown(self) -> None:
-        if self.meeting is None and not self.is_alone:  # it has only started ("fork") the others
+        if self.meeting is None and not self.is_single_process:
+            # it has only started ("fork") the others
             self.launcher.kill(signal.SIGKILL)  # type: ignore[union-attr]
         self.barrier()  # the main process does not leave a worker that still works
         if self.is_child:
             end_with_main_process(False)
         if self.module is not None:
             vars(self.module).pop("_on_before_batch_transfer", None)
-        self.given, self.given_shards = None, ()
+        self.loader_batch, self.shards = None, ()
         if self.meeting is not None:
             self.meeting.cells = None  # memory that a garbage collector would keep
         super().teardown()
 
 
 def _on_before_batch_transfer(self: Any, batch: Any, dataloader_idx: int = 0) -> Any:
-    """Lightning's, but for a loop's batch: `batch_to_device` calls the hook for each shard."""
+    """Lightning's, but for a loop's batch: `batch_to_device` calls the hook."""
     if find_shards(batch):
         return batch
     return LightningModule._on_before_batch_transfer(self, batch, dataloader_idx)
 
 
 def find_shards(batch: Any) -> list[Any]:
-    return [each for each in tree_leaves(batch) if isinstance(each, Shards)]
+    return [each for each in tree_leaves(batch) if isinstance(each, Shard)]

@@ -1,122 +1,123 @@
-"""Buckets: parameters whose gradients travel together."""
+"""Buckets: parameters of one dtype whose gradients are sent together."""
 
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 ALIGNMENT = 64  # bytes: where a parameter's part of a row may begin
+FIRST_BUCKET = 1 / 16  # of the cap: a small one is sent early, as in DDP
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 Gradients = dict[Tensor, Tensor]
-"""By parameter. One without a gradient is left out."""
+"""By parameter. A parameter without a gradient is omitted."""
 
 
 class Bucket:
-    """Parameters, and the rows of this process in one piece of memory.
+    """Parameters, and the row of this process: its gradients, in bytes.
 
-    A row is one replica's gradients, in bytes. Every parameter has an owner, the process that calls
-    the allreduce on its k gradients (with one owner, every process does). The memory is cut by
-    owners and then by replicas: a block is the part of a row that has one owner.
+    Every byte of a row has an owner, the process that calls the allreduce on it. With one owner,
+    every process does. An elementwise allreduce is called on slices of equal size; another one on
+    whole parameters, whose owners get about as many bytes each.
 
     Args:
         parameters: In the order in which they stand in a row.
-        num_rows: r, the replicas of this process.
-        num_owners: Owners are in the order of the parameters, with about as many bytes each.
-        memory: Bytes that all processes have mapped, (P, r * bytes of a row), and this process's
-            number. Left out: memory of its own.
+        num_owners: Owners are in the order of the bytes.
+        is_elementwise: Whether the allreduce may be called on any slice of a row.
+        memory: Bytes that all processes have mapped, (P, bytes of a row), and the number of this
+            process. Default: memory of this process only.
     """
 
-    has_spoiled = False  # set by an exchange's route that replaces numbers that are not finite
+    found_nonfinite = False  # set by a message schedule that replaces non-finite values
 
     def __init__(
         self,
         parameters: Sequence[Tensor],
-        num_rows: int,
-        num_owners: int = 1,
+        num_owners: int,
+        is_elementwise: bool,
         memory: tuple[Tensor, int] | None = None,
     ) -> None:
-        self.parameters, self.num_rows = list(parameters), num_rows
+        self.parameters, self.is_elementwise = list(parameters), is_elementwise
+        self.dtype = self.parameters[0].dtype
         # gradients are laid out like their parameters, as `fused=True` optimizers read them
         self.strides = [torch.empty_like(p, device="meta").stride() for p in parameters]
-        ends = np.cumsum([0, *map(padded_size, parameters)])
-        middles = (ends[1:] + ends[:-1]) * num_owners // (2 * max(ends[-1], 1))
-        self.bounds = np.searchsorted(middles, np.arange(num_owners + 1)).tolist()
-        self.sizes = np.diff(ends[self.bounds]).tolist()  # bytes of a block, by owner
-        self.lengths = [num_rows * size for size in self.sizes]  # of the blocks of all rows here
+        self.begins = np.cumsum([0, *map(padded_size, parameters)])
+        num_bytes, owners = self.begins[-1], np.arange(num_owners + 1)
+        if is_elementwise:
+            cuts = num_bytes // ALIGNMENT * owners // num_owners * ALIGNMENT
+        else:
+            middles = (self.begins[1:] + self.begins[:-1]) * num_owners // (2 * num_bytes)
+            self.bounds = np.searchsorted(middles, owners)  # parameters, by owner
+            cuts = self.begins[self.bounds]
+        self.sizes = np.diff(cuts).tolist()  # bytes, by owner
+        self.is_shared = memory is not None
         if memory is None:
             device = self.parameters[0].device
-            memory = torch.zeros(1, sum(self.lengths), dtype=torch.uint8, device=device), 0
-        self.targets: Gradients = {}  # in whose memory sums may be left
+            memory = torch.zeros(1, num_bytes, dtype=torch.uint8, device=device), 0
         self.memory, rank = memory
-        self.own = self.memory[rank]
-        self.rows: list[list[Tensor]] = [[] for _ in range(num_rows)]
-        for owner, part in enumerate(self.own.split(self.lengths)):
-            for row, block in zip(self.rows, part.view(num_rows, -1)):
-                row += self.views(block, owner)
+        self.row = self.memory[rank]
+        self.gradients = self.views(self.row)
+        self.targets: Gradients = {}  # in whose memory sums may be written
 
-    def views(self, block: Tensor, owner: int) -> list[Tensor]:
-        """The gradients in a block: dense tensors like the owner's parameters."""
-        begin, end = self.bounds[owner : owner + 2]
-        found, start = [], 0
-        for p, strides in zip(self.parameters[begin:end], self.strides[begin:end]):
-            values = block[start : start + p.nbytes].view(p.dtype)
+    def views(self, part: Tensor, begin: int = 0, end: int | None = None) -> list[Tensor]:
+        """The gradients of `parameters[begin:end]` in their part of a row: dense tensors."""
+        found = []
+        starts = (self.begins[begin:end] - self.begins[begin]).tolist()
+        for p, strides, start in zip(self.parameters[begin:end], self.strides[begin:end], starts):
+            values = part[start : start + p.nbytes].view(p.dtype)
             found.append(values.as_strided(p.shape, strides))
-            start += padded_size(p)
         return found
 
-    def gather_rows(self, parts: Iterable[Tensor], owner: int) -> list[list[Tensor]]:
-        """For each of the owner's parameters, the k gradients in the parts of all processes."""
-        blocks = (block for part in parts for block in part.view(self.num_rows, -1))
-        return [[*rows] for rows in zip(*(self.views(block, owner) for block in blocks))]
+    def arguments(self, parts: Sequence[Tensor], owner: int) -> list[list[Tensor]]:
+        """The k tensors of each call of the allreduce, from the owner's part of all k rows."""
+        if self.is_elementwise:
+            return [[part.view(self.dtype) for part in parts]] if len(parts[0]) else []
+        begin, end = self.bounds[owner : owner + 2].tolist()
+        return [[*tensors] for tensors in zip(*(self.views(part, begin, end) for part in parts))]
 
-    def pack(self, replicas: Sequence[Gradients]) -> None:
-        """Copy the gradients of the replicas here into their rows. A missing one is zeros."""
-        for row, gradients in zip(self.rows, replicas):
-            for view, p in zip(row, self.parameters):
-                view.copy_(gradients[p]) if p in gradients else view.zero_()
+    def pack(self, gradients: Gradients) -> None:
+        """Copy gradients into the row. A missing one is zeros."""
+        for view, p in zip(self.gradients, self.parameters):
+            view.copy_(gradients[p]) if p in gradients else view.zero_()
 
-    def keep(self, sums: Sequence[Tensor]) -> list[Tensor]:
-        """The sums in memory that they may stay in: new one, if a parameter has no target."""
-        kept = []
+    def write_results(self, sums: Sequence[Tensor]) -> list[Tensor]:
+        """The sums, in the memory of `targets`. A parameter without a target gets new memory."""
+        written = []
         for p, strides, X in zip(self.parameters, self.strides, sums):
             target = self.targets.get(p)
             if target is None or target.stride() != strides:
                 target = torch.empty_like(p)
-            kept.append(target.copy_(X))
-        return kept
+            written.append(target.copy_(X))
+        return written
 
-    def holds(self, replicas: Sequence[Gradients]) -> bool:
-        """Whether the rows still are these gradients, whose numbers are read."""
+    def matches(self, gradients: Gradients) -> bool:
+        """Whether the row still contains these gradients. It reads all of them."""
         return all(
             torch.equal(bits(view), bits(gradients[p])) if p in gradients else not view.any()
-            for row, gradients in zip(self.rows, replicas)
-            for view, p in zip(row, self.parameters)
+            for view, p in zip(self.gradients, self.parameters)
         )
 
 
 def group_parameters(parameters: Sequence[Tensor], cap: float) -> list[list[Tensor]]:
-    """Groups of at least `cap` bytes, in the reverse order, in which gradients become ready.
+    """Groups of one dtype, in the reverse order, in which gradients become ready.
 
-    A cap of 0 means one group.
+    The first group has at least a sixteenth of `cap` bytes, and each later one up to twice as many
+    as the one before it, at most `cap`. With a cap of 0 there is one group per dtype.
     """
-    groups, num_bytes = [list[Tensor]()], 0
+    groups, filling = [], defaultdict[torch.dtype, list[Tensor]](list)
+    num_bytes, size = defaultdict[torch.dtype, int](int), cap * FIRST_BUCKET
     for p in reversed(parameters):
-        if cap and num_bytes >= cap:
-            groups.append([])
-            num_bytes = 0
-        groups[-1].append(p)
-        num_bytes += p.nbytes
-    return groups if groups[0] else []
-
-
-def versions_of(replicas: Sequence[Gradients]) -> list[list[tuple[int, int]]]:
-    """They change when a gradient is replaced, or edited in place."""
-    return [[(id(g), g._version) for g in gradients.values()] for gradients in replicas]
+        filling[p.dtype].append(p)
+        num_bytes[p.dtype] += p.nbytes
+        if cap and num_bytes[p.dtype] >= size:
+            groups.append(filling.pop(p.dtype))
+            num_bytes[p.dtype], size = 0, min(cap, 2 * size)
+    return [*groups, *filling.values()]
 
 
 def bits(X: Tensor) -> Tensor:
-    """Integers that are equal if the numbers have the same bits, as those of NaN."""
+    """Integers that are equal if the numbers have the same bits, also for NaN."""
     X = torch.view_as_real(X) if X.is_complex() else X
     return X.view(INTEGERS[X.element_size()])
 

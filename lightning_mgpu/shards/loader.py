@@ -1,13 +1,12 @@
-"""Each process gets the shards of its replicas, of every global batch, from any loader.
+"""Each process gets its shard of every global batch, from any loader.
 
 Where a loader is torch's own and knows the indices of its batches, the indices are cut, and a
-process reads only its shards. Any other loader is read whole by every process.
+process reads only its shard. Any other loader is read whole by every process.
 """
 
 import copy
 import sys
-from collections.abc import Iterator, Sequence
-from itertools import chain
+from collections.abc import Iterator
 from typing import Any
 from zlib import crc32
 
@@ -19,31 +18,27 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, default_
 
 from lightning_mgpu.shards.checksum import checksum
 from lightning_mgpu.shards.generators import Generators
-from lightning_mgpu.shards.reader import Probe, ShardKeys, ShardReader, Shards, cut_indices
+from lightning_mgpu.shards.reader import Probe, Shard, ShardKeys, ShardReader, cut_indices
 from lightning_mgpu.shards.split_batch import cut, num_samples, shard_sizes
 
 
 class ShardLoader:
     """A loader of this process's shards. Other attributes are those of the user's loader.
 
-    A loop gets `Shards`, and anybody else what is inside. In an evaluation there is one shard per
-    process, and small batches are joined until every process has a sample.
+    A loop gets each as a `Shard`, and anybody else the batch that is inside. In an evaluation,
+    small batches are joined until every process has a sample.
 
     Args:
         loader: The user's.
-        strategy: Knows the replicas, the Trainer whose loops read this loader, and what they draw.
+        strategy: Knows the processes, the Trainer whose loops read this loader, and what they draw.
     """
 
     loader: Any = None  # while a copy is made
 
     def __init__(self, loader: Any, strategy: Any) -> None:
-        trainer = strategy.module.trainer
-        k, replicas = strategy.num_replicas, strategy.local_replicas
-        if not trainer.training:  # one shard per process
-            k, rank = strategy.world_size, strategy.global_rank
-            replicas = range(rank, rank + 1)
+        trainer, k, rank = strategy.module.trainer, strategy.world_size, strategy.global_rank
         own: dict[str, Any] = {"trainer": trainer, "trains": trainer.training, "strategy": strategy}
-        own |= {"num_shards": k, "replicas": replicas, "probe": None, "looks": None}
+        own |= {"num_shards": k, "rank": rank, "probe": None, "looks": None}
         if hasattr(loader, "state_dict"):  # Lightning looks among an instance's attributes
             own |= {name: getattr(loader, name) for name in ("state_dict", "load_state_dict")}
         if makes_whole_batches(loader):  # from here, writers of predictions get indices
@@ -107,13 +102,13 @@ class ShardLoader:
         if not isinstance(reader, ShardReader):
             reader = ShardReader(reader, loader.collate_fn)
         name = "sampler" if makes_whole_batches(loader) else "batch_sampler"
-        # `vars`, as DataLoader does not let one set these; `default_convert` leaves `Shards` alone
+        # `vars`, as DataLoader does not let one set these; `default_convert` leaves a `Shard` alone
         vars(loader).update({"dataset": reader, name: self.sampler_of_shards, "_iterator": None})
         vars(loader).update({"collate_fn": default_convert, "in_order": True})
         return loader
 
-    def _read_whole(self, batches: Iterator[Any]) -> Iterator[Shards]:
-        k, replicas, loader = self.num_shards, self.replicas, self.loader
+    def _read_whole(self, batches: Iterator[Any]) -> Iterator[Shard]:
+        k, rank, loader = self.num_shards, self.rank, self.loader
         is_map = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
         if k > 1 and is_map and loader.batch_sampler is None:
             raise ValueError(
@@ -124,16 +119,16 @@ class ShardLoader:
         for number, batch in enumerate(batches):
             num = num_samples(batch) if k > 1 else 1
             seen = getattr(sampler, "seen_batch_indices", None)
-            keys = cut_indices(seen[number] if seen else [*range(num)], k, replicas, number)
+            keys = cut_indices(seen[number] if seen else [*range(num)], k, rank, number)
             if k == 1:
-                yield Shards([batch], keys)
+                yield Shard(batch, keys)
                 continue
             if num > (most or num):
                 raise ValueError(f"{num} samples in a batch of {most}: collate it to tensors.")
-            shards = cut(batch, shard_sizes(num, [1] * k))[replicas.start : replicas.stop]
+            part = cut(batch, shard_sizes(num, [1] * k))[rank]
             first, _, last = cut(batch, [1, num - 2, 1])
             keys = keys._replace(order=checksum([num, first, last]))
-            yield Shards(shards, keys, Probe(0, True))
+            yield Shard(part, keys, Probe(0, True))
 
     def _hand_on(self, batches: Any, seed: int, guard: Any, is_look: bool) -> Iterator[Any]:
         """One pass, with what all processes have to find alike in it: its `facts`."""
@@ -146,7 +141,7 @@ class ShardLoader:
             if batch is None:
                 return
             if is_look:  # a hook or a script makes it, and not a loop
-                yield batch if len(batch.shards) > 1 else batch.shards[0]
+                yield batch.batch
                 continue
             keys, probe = batch.keys, batch.probe or self.probe
             vars(self).update(probe=probe)
@@ -159,7 +154,7 @@ class ShardLoader:
             sampler: Any = getattr(self, "batch_sampler", None)
             if hasattr(sampler, "seen_batch_indices"):
                 place = slice(keys.number, keys.number + 1)
-                sampler.seen_batch_indices[place] = [[*chain(*keys.indices)]]
+                sampler.seen_batch_indices[place] = [keys.indices]
             yield batch
 
 
@@ -181,22 +176,22 @@ class ShardSampler:
         return self._cut(loader.batch_sampler, map(list, loader.batch_sampler), self.seed, None)
 
     def _cut(self, sampler: Any, batches: Any, *of_pass: Any) -> Iterator[ShardKeys]:
-        k, replicas = self.loader.num_shards, self.loader.replicas
+        k, rank = self.loader.num_shards, self.loader.rank
         if self.loader.trains:
             shard_sizes(smallest_batch(sampler) or k, [1] * k)  # raises if one is empty
         if self.loader.joins() and (smallest_batch(sampler) or 0) < k:
             batches = join(batches, k)
         for number, batch in enumerate(batches):
             probe = batch if number == 0 and k > 1 and self.loader.probe is None else ()
-            yield cut_indices(batch, k, replicas, number, *of_pass, probe)
+            yield cut_indices(batch, k, rank, number, *of_pass, probe)
 
 
-def shares_of_batch(given: Any, parts: Sequence[Any]) -> list[float]:
-    """The share of each shard here in the global batch of a training step.
+def share_of_batch(given: Any, batch: Any) -> float:
+    """The share of the shard here in the global batch of a training step.
 
     Args:
-        given: What the loop has got from the loaders, with `Shards` in it.
-        parts: The batch of each replica here, after the hooks.
+        given: What the loop has got from the loaders, with `Shard` in it.
+        batch: What the hooks have made of it.
 
     Raises:
         ValueError: If the batch does not tell.
@@ -208,12 +203,11 @@ def shares_of_batch(given: Any, parts: Sequence[Any]) -> list[float]:
             continue  # this loader has ended
         what = "the shape of a batch does not tell how many samples are in it"
         need_weight(what, not each.has_rows)
-        rows = [num_samples(spec.flatten_up_to(part)[number]) for part in parts]
-        sizes = [*map(len, each.keys.indices)]
-        need_weight(f"samples were left out, {rows} rows of {sizes}", rows != sizes)
-        shares.add(tuple(size / each.keys.num_samples for size in sizes))
+        num, size = num_samples(spec.flatten_up_to(batch)[number]), len(each.keys.indices)
+        need_weight(f"samples were left out, {num} rows of {size}", num != size)
+        shares.add(size / each.keys.num_samples)
     need_weight(f"loaders have other shares of their batches, {sorted(shares)}", len(shares) != 1)
-    return [*shares.pop()]
+    return shares.pop()
 
 
 def need_weight(reason: str, is_needed: bool) -> None:

@@ -39,9 +39,9 @@ class BatchDataset(Dataset):
 class ShardKeys(NamedTuple):
     """A batch sampler yields these in the place of a list of indices."""
 
-    indices: list[list[Any]]  # of each shard
-    starts: list[int]  # the place of each shard's first sample in the global batch
-    replicas: Sequence[int]  # whose they are
+    indices: list[Any]
+    start: int  # the place of the shard's first sample in the global batch
+    replica: int  # whose it is
     num_samples: int  # of the global batch
     order: int  # the checksum of all indices of the batch
     number: int = 0  # of the batch in its pass
@@ -50,8 +50,8 @@ class ShardKeys(NamedTuple):
     probe: Sequence[Any] = ()  # all processes read the first of these that can be read alone
 
 
-def cut_indices(batch: list[Any], num_shards: int, replicas: range, *of_pass: Any) -> ShardKeys:
-    """The part of some replicas of a global batch, cut as by `torch.tensor_split`.
+def cut_indices(batch: list[Any], num_shards: int, replica: int, *of_pass: Any) -> ShardKeys:
+    """The part of a replica of a global batch, cut as by `torch.tensor_split`.
 
     `of_pass` are the last fields of `ShardKeys`.
 
@@ -59,10 +59,9 @@ def cut_indices(batch: list[Any], num_shards: int, replicas: range, *of_pass: An
         ValueError: If a shard would get no sample.
     """
     ends = [0, *accumulate(shard_sizes(len(batch), [1] * num_shards))]
-    indices = [batch[ends[i] : ends[i + 1]] for i in replicas]
-    starts = [ends[i] for i in replicas]
+    start, end = ends[replica : replica + 2]
     order = crc32(repr(batch).encode())
-    return ShardKeys(indices, starts, replicas, len(batch), order, *of_pass)
+    return ShardKeys(batch[start:end], start, replica, len(batch), order, *of_pass)
 
 
 class Probe(NamedTuple):
@@ -72,26 +71,20 @@ class Probe(NamedTuple):
     has_one_row: bool
 
 
-class Shards:
-    """The shards of one process, with their keys: what a loop gets from a loader.
+class Shard:
+    """A process's part of a batch, with its keys: what a loop gets from a loader.
 
-    A strategy hands on what is inside. With several replicas per process, a training batch is a
-    `Shards` object without keys.
-
-    Args:
-        shards: A batch for each replica here.
-        keys: Whose they are.
-        probe: Of the first batch of a loader.
+    A strategy hands on the batch. The probe is of the first batch of a loader.
     """
 
     facts: dict[str, int] | None = None  # of the pass so far: what all processes must find alike
     has_rows = False  # whether a batch has one row per sample
 
-    def __init__(self, shards: Sequence[Any], keys: Any = None, probe: Probe | None = None) -> None:
-        self.shards, self.keys, self.probe = shards, keys, probe
+    def __init__(self, batch: Any, keys: ShardKeys, probe: Probe | None = None) -> None:
+        self.batch, self.keys, self.probe = batch, keys, probe
 
-    def pin_memory(self) -> "Shards":
-        self.shards = [pin_memory(shard) for shard in self.shards]
+    def pin_memory(self) -> "Shard":
+        self.batch = pin_memory(self.batch)
         return self
 
 
@@ -112,12 +105,11 @@ class ShardReader(Dataset):
     def __len__(self) -> int:
         return len(self.read_from)
 
-    def __getitem__(self, keys: ShardKeys) -> Shards:
+    def __getitem__(self, keys: ShardKeys) -> Shard:
         with isolate_rng(include_cuda=False):
             probe = self._probe(keys)
-            parts = zip(keys.replicas, keys.starts, keys.indices)
-            shards = [self._read(keys, *each) for each in parts]
-        return Shards(shards, keys, probe)
+            batch = self._read(keys, keys.replica, keys.start, keys.indices)
+        return Shard(batch, keys, probe)
 
     __getitems__ = __getitem__  # a DataLoader asks for this one first
 
@@ -151,6 +143,6 @@ class ShardReader(Dataset):
         return self.collate_fn(dataset.__getitems__(indices) if is_at_once else samples)
 
 
-def only_shard(shards: Shards) -> Any:
+def take_batch(shard: Shard) -> Any:
     """The `collate_fn` of a loader that is not in a `ShardLoader`."""
-    return shards.shards[0]
+    return shard.batch

@@ -4,7 +4,8 @@ README.md names the place of each function of the chapter; `__init__.py` has the
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, Literal
@@ -15,48 +16,54 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.tuner.lr_finder import _LRCallback
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.seed import isolate_rng
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import LBFGS
 
 from lightning_mgpu.allreduce import check_allreduce, textbook_allreduce
-from lightning_mgpu.routes.buckets import Gradients
+from lightning_mgpu.processes import ProcessPerDeviceStrategy
+from lightning_mgpu.routes.buckets import Bucket, Gradients
+from lightning_mgpu.routes.schedules import MessageSchedule, sum_gathered
 from lightning_mgpu.seeds import seed_generators
-from lightning_mgpu.shards.loader import shares_of_batch
-from lightning_mgpu.shards.reader import Shards
-from lightning_mgpu.strategies.buffers import write_buffers
+from lightning_mgpu.shards.loader import share_of_batch
+from lightning_mgpu.strategies.gradient_sync import GradientSync
 from lightning_mgpu.strategies.loss import scale_gradient
-from lightning_mgpu.strategies.sending import BUFFERS, GradientSender
 from lightning_mgpu.strategies.sync_batchnorm import CPUSyncBatchNorm
-from lightning_mgpu.strategies.update import Update
+from lightning_mgpu.strategies.window import AccumulationWindow
 from lightning_mgpu.tools import EXCHANGE
 
+BUCKET_CAP_MB = 4.0  # between CPUs of several machines
 SEED = "seed of steps"  # of the fit that a checkpoint is of
 
 
-class ManualAllreduceStrategy(GradientSender):
-    """k replicas of the module, a process per device, equal by a hand-written allreduce.
+class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
+    """Data parallelism with one process per replica and an allreduce written in Python.
 
     Args:
-        allreduce: Leaves the sum of k tensors, one per replica, in each of them (see
+        allreduce: Overwrites each of k tensors, one per replica, with the sum of all (see
             `lightning_mgpu.allreduce`). On the command line: its dotted path.
-        replicas: k, a multiple of the number of processes. A process runs its replicas one after
-            the other with one set of weights. The bits of the trained weights depend on k, and not
-            on the number of devices of one kind. Left out: one per device.
-        bucket_cap_mb: A bucket of gradients is full from this size on, and is sent as soon as all
-            of them are there. With 0 they are sent together, after the backward pass. It changes no
-            bits. Left out: 4 between CPUs of several machines, and 0 between GPUs. In one machine,
-            CPUs have one bucket, in shared memory.
+        replicas: k, a multiple of the number of devices. If it is larger, several processes share
+            a CPU. The bits of the trained weights depend on k, and not on the number of devices of
+            one kind. Default: one per device.
+        bucket_cap_mb: Bucket size in MB, as in DDP, with a smaller first bucket. Buckets are sent
+            during the backward pass; 0 sends everything after it. Does not affect results.
+            Default: 4 between CPUs of several machines, 0 between GPUs. On one machine, CPUs have
+            one bucket, in shared memory.
         parallel_devices, process_group_backend, timeout, start_method: As for DDPStrategy.
 
     Raises:
         ValueError: When `fit` begins, if `allreduce` does not compute the sum in place.
     """
 
-    update: Update | None = None  # that has begun, and is not over
-    shards: Sequence[Any] = ()  # the running batch of each replica here
-    _seed = 0  # for what the steps of this fit draw
+    uses_shared_memory = True  # on one machine; not if `sync_bucket` sends messages
+    sync: Any = None  # the `GradientSync` of a fit
+    window: AccumulationWindow | None = None  # that has begun, and has not ended
+    batch: Any = None  # of the running step
+    has_run = False  # a step, since buffers were synchronized
+    _is_blocked = False  # in all batches of a window but the last
+    _seed = 0  # for random numbers that the steps of this fit draw
     _began: Tensor | None = None  # the state of torch's generator when it began
 
     def __init__(
@@ -70,11 +77,11 @@ class ManualAllreduceStrategy(GradientSender):
         start_method: Literal["popen", "spawn", "fork"] = "popen",
     ) -> None:
         if not callable(allreduce):
-            raise ValueError(f"{allreduce=}: needed is a function")
+            raise ValueError(f"{allreduce=}: must be a callable")
         if replicas is not None and replicas < 1:
-            raise ValueError(f"{replicas=}: needed is a count of at least 1")
+            raise ValueError(f"{replicas=}: must be a positive integer")
         if bucket_cap_mb is not None and not 0 <= bucket_cap_mb < math.inf:
-            raise ValueError(f"{bucket_cap_mb=}: needed is a number of MB; 0 is one bucket")
+            raise ValueError(f"{bucket_cap_mb=}: must be a number of MB; 0 is one bucket")
         super().__init__(
             parallel_devices=[torch.device(each) for each in parallel_devices or ()] or None,
             process_group_backend=process_group_backend,
@@ -84,107 +91,165 @@ class ManualAllreduceStrategy(GradientSender):
         self.allreduce, self.replicas = allreduce, replicas
         self.bucket_cap_mb = bucket_cap_mb
 
+    @property
+    def description(self) -> str:
+        """For the header of a run: what is done with gradients."""
+        return f"{name_of(self.allreduce)} on gathered gradients"
+
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        self.shards = batch.shards if isinstance(batch, Shards) else [batch]
-        update = self._begin_update()
-        user_step = super().training_step
-        outputs = update.run_step(lambda shard: user_step(shard, *args, **kwargs), self.shards)
-        if self.module.automatic_optimization:
-            return update.make_loss(outputs)
-        self.sync_buffers(update)  # there may be no backward pass after them
-        return outputs[0]
+        window, self.batch = self._begin_window(), batch
+        with self.random_numbers("step"):
+            output = super().training_step(batch, *args, **kwargs)
+        self.has_run = True
+        if not self.module.automatic_optimization:
+            self.sync_buffers()  # there may be no backward pass after them
+            return output
+        output = window.make_loss(output)
+        callbacks = vars(self.module.trainer)["callbacks"]
+        if any(isinstance(each, _LRCallback) for each in callbacks) and self.world_size > 1:
+            return self._set_mean_loss(output, window.factor)
+        return output
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
-        update, weight = self._begin_update(), kwargs.pop("weight", None)  # of `manual_backward`
+        window, weight = self._begin_window(), kwargs.pop("weight", None)  # of `manual_backward`
         if not self.module.automatic_optimization:
-            [factor] = update.count_batch([weight])
-            if factor != 1:
-                closure_loss = scale_gradient(closure_loss, factor)
+            closure_loss = scale_gradient(closure_loss, window.weigh_batch(weight))
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self.module)
         run = self.precision_plugin.backward
         args = (closure_loss, self.module, optimizer, *args)
-        update.run_backward(lambda: run(*args, **kwargs), self._starting_buckets)
+        is_last = not self._is_blocked and not self.module.trainer.interrupted
+        with self.sync.during_backward() if is_last else nullcontext():
+            window.run_backward(lambda: run(*args, **kwargs), self._is_blocked)
         if not self._is_blocked:
-            self.exchange_gradients(update.gradients, update.mean_shares)
-            self.update = None
+            self.exchange_gradients(window.gradients, window.mean_share)
+            self.window = None
         return self.precision_plugin.post_backward(closure_loss, self.module)
 
     @torch.no_grad()
-    def exchange_gradients(self, replicas: list[Gradients], shares: list[float]) -> None:
+    def exchange_gradients(self, gradients: Gradients, share: float) -> None:
         """Leave the sum over all replicas in the `grad` of every parameter.
 
-        Override it to change gradients before they are sent, after the pass; to send them in
-        another way, override `route`.
+        Override it to change gradients after the backward pass, before they are sent. To send them
+        in a different way, override `sync_bucket`.
 
         Args:
-            replicas: The gradients of each of `local_replicas`, which may be edited: those of the
-                window's batches, summed, times the share of its shard, and GradScaler's scale.
-            shares: The mean of these shares, so that `replicas[i] / shares[i]` is the replica's
-                own mean gradient.
+            gradients: Of this replica; they may be edited. They are summed over the batches of the
+                window, and multiplied by the share of the shard, and by GradScaler's scale.
+            share: The mean share: `gradients / share` is the replica's own mean gradient.
         """
-        if self.num_replicas > 1 or not self.sums_in_place:
-            buffers = self.update.buffers if self.update else None
-            replicas = [self.exchange_all(replicas, "gradients", buffers)]
-        self.set_sums(replicas[0])
+        has_run, self.has_run = self.has_run, False
+        invariants = self.batch_invariants()
+        self.set_sums(self.sum_over_replicas(gradients, "gradients", invariants, has_run))
+
+    def sum_over_replicas(
+        self, gradients: Gradients, purpose: str, invariants: dict[str, int], buffers: bool
+    ) -> Gradients:
+        """The sums of gradients: see `GradientSync.reduce`."""
+        if self.is_single_process and self.uses_shared_memory:
+            return gradients
+        return self.sync.reduce(gradients, purpose, invariants, buffers)
+
+    def sync_bucket(self, bucket: Bucket, gradients: Gradients) -> MessageSchedule:
+        """The message schedule that sums a bucket over all replicas. It may be overridden.
+
+        Args:
+            bucket: Its row has a copy of this replica's gradients.
+            gradients: Of this replica, of all parameters whose gradients are ready.
+        """
+        return sum_gathered(bucket, self.allreduce, self.global_rank)
 
     def set_sums(self, sums: Gradients) -> None:
-        """Make sums the gradients of parameters, beside those of earlier backward passes."""
-        earlier = self.update.earlier if self.update else None
+        """Add the sums to the gradients that parameters had before the window."""
+        earlier = (self.window and self.window.earlier) or {}
+        memories = Counter(before.data_ptr() for before in earlier.values())
         for p in self.module.parameters():
-            before, total = (earlier or {}).get(p), sums.get(p)
-            p.grad = total if before is None else before if total is None else before + total
+            before, total = earlier.get(p), sums.get(p)
+            if before is None or total is None:
+                p.grad = total if before is None else before
+            elif before.requires_grad or memories[before.data_ptr()] > 1:
+                p.grad = before + total
+            else:  # in place, as autograd does: it may be a view of an optimizer's flat gradient
+                p.grad = before.add_(total)
 
-    def find_shares(self) -> list[float]:
-        """The share of each replica here in the samples of the global batch."""
-        return [1.0] if self.num_replicas == 1 else shares_of_batch(self.given, self.shards)
+    def _set_mean_loss(self, output: Any, factor: float) -> Any:
+        """For LearningRateFinder, which reads it: the mean over all replicas, in all of them."""
+        loss = output["loss"] if isinstance(output, Mapping) else output
+        row = np.array([loss.item(), factor])
+        rows = self.meeting.gather(row, "losses").reshape(-1, 2).tolist()
+        total = sum(factor for _, factor in rows)
+        loss = loss.clone()  # with its own gradient
+        # a loss of weight 0 may be NaN
+        loss.data.fill_(sum(value * (factor / total) for value, factor in rows if factor))
+        return {**output, "loss": loss} if isinstance(output, Mapping) else loss
+
+    def compute_share(self) -> float:
+        """The share of this replica in the samples of the global batch."""
+        return 1.0 if self.is_single_process else share_of_batch(self.loader_batch, self.batch)
 
     def gather_weights(self, weights: np.ndarray) -> np.ndarray:
         """The weights of all replicas' losses."""
         return self.meeting.gather(weights, "weights of losses")
 
-    def _begin_update(self) -> Update:
+    def _begin_window(self) -> AccumulationWindow:
         """The one that has begun in this epoch, or a new one."""
-        is_of_before = self.update and self.update.epoch != self.module.trainer.current_epoch
+        is_of_before = self.window and self.window.epoch != self.module.trainer.current_epoch
         if is_of_before and self.module.automatic_optimization:
             self.sync_buffers()
-            self.update = None
-        if self.update is None:
-            self.update = Update(self)
-        return self.update
+            self.window = None
+        if self.window is None:
+            self.check_optimized_parameters()
+            needs_all = self._layer_sync is not None
+            args = self.compute_share, self.gather_weights, needs_all
+            self.window = AccumulationWindow(self.module, *args)
+        return self.window
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Lightning enters this for all batches of an accumulation window but the last."""
+        self._is_blocked = True
+        try:
+            yield
+        finally:
+            self._is_blocked = False
 
     def setup(self, trainer: Trainer) -> None:
         if trainer.state.fn != TrainerFn.FITTING:
             return super().setup(trainer)
-        for k in {self.num_replicas, 3, 4}:  # with two, sums in any order are equal
+        for k in {self.world_size, 3, 4}:  # with two, sums in any order are equal
             check_allreduce(self.allreduce, [self.root_device] * k)
-        if self._layer_sync and not self.is_alone:
-            if self.root_device.type == "cpu":
-                self._layer_sync = CPUSyncBatchNorm()
+        is_on_cpu = self.root_device.type == "cpu"
+        if self._layer_sync and not self.is_single_process:
+            self._layer_sync = CPUSyncBatchNorm() if is_on_cpu else self._layer_sync
             self.model = self._layer_sync.apply(self.module)
         super().setup(trainer)
-        if not self.is_alone and any(isinstance(each, LBFGS) for each in self.optimizers):
+        if not self.is_single_process and any(isinstance(each, LBFGS) for each in self.optimizers):
             raise MisconfigurationException(
-                "LBFGS decides by the loss, of which each process knows its part: take one process."
+                "LBFGS is not supported with several replicas: it decides by the loss, but each "
+                "process sees only its part. Use one device."
             )
-        is_manual = not self.module.automatic_optimization
-        is_own = is_overridden("backward", self.module)
-        layers = [each for each in self.module.modules() if isinstance(each, nn.SyncBatchNorm)]
-        plateaus = [each for each in trainer.lr_scheduler_configs if each.reduce_on_plateau]
-        by_step = any(each.interval == "step" for each in plateaus)
-        if self.num_local > 1 and (self._layer_sync or layers or is_manual or is_own or by_step):
-            raise MisconfigurationException(
-                "sync_batchnorm, manual optimization, a module's own `backward` and a scheduler "
-                "that follows a value in every step need one replica per process: leave out "
-                "`replicas`."
-            )
-        # from torch's generator: two fits of a script draw other numbers, and a fit after the same
-        # `seed_everything` the same
+        # from torch's generator: two fits of a script draw different numbers, and a fit after the
+        # same `seed_everything` the same
         self._began = torch.get_rng_state()
         self._seed = crc32(self._began.numpy().data)
-        self.update = None
+        self.window, self._is_blocked, self.has_run = None, False, False
         # a module's own pass may edit gradients, and an override does
         own = ManualAllreduceStrategy.exchange_gradients
-        self.set_up_courier(is_own or type(self).exchange_gradients is not own)
+        edits = is_overridden("backward", self.module) or type(self).exchange_gradients is not own
+        one_group = (
+            self._layer_sync is None or is_on_cpu
+        )  # of two of NCCL's, one may send at a time
+        default = BUCKET_CAP_MB if is_on_cpu else 0
+        self.sync = GradientSync(
+            self.module,
+            self.meeting,
+            self.consistency,
+            self.sync_bucket,
+            is_elementwise=getattr(self.allreduce, "elementwise", False),
+            cap=1e6 * (default if self.bucket_cap_mb is None else self.bucket_cap_mb),
+            in_memory=self.uses_shared_memory and is_on_cpu and bool(self.meeting.cells),
+            waits=not is_on_cpu,
+            overlaps=not edits and one_group,
+        )
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if self.module.trainer.fit_loop.total_batch_idx == 1:
@@ -196,44 +261,27 @@ class ManualAllreduceStrategy(GradientSender):
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
         if EXCHANGE in checkpoint and not hasattr(self, "exchange"):
             raise MisconfigurationException(
-                "The checkpoint has the state of an exchange: take the strategy that saved it."
+                "The checkpoint has the state of an exchange: use the strategy that saved it."
             )
         self._seed = checkpoint.get(SEED, self._seed)
         super().load_optimizer_state_dict(checkpoint)
 
     @contextmanager
-    def random_numbers_of(self, i: int, purpose: str) -> Iterator[None]:
-        """Random numbers by batch and replica: dropout draws the same in any process."""
+    def random_numbers(self, purpose: str) -> Iterator[None]:
+        """Random numbers by batch and replica, such as those of dropout."""
+        if self.is_single_process or not self.module.trainer.training:
+            yield
+            return
         with isolate_rng(self.root_device.type == "cuda"):
             batch_idx = self.module.trainer.fit_loop.total_batch_idx + 1  # -1 at the first transfer
-            seed_generators(self._seed, purpose, batch_idx, self.local_replicas[i])
+            seed_generators(self._seed, purpose, batch_idx, self.global_rank)
             yield
 
-    def draw_for_transfer(self, i: int) -> Any:
-        is_apart = self.module.trainer.training and self.num_replicas > 1
-        return self.random_numbers_of(i, "transfer") if is_apart else nullcontext()
-
-    @contextmanager
-    def log_as(self, shard: Any) -> Iterator[None]:
-        """`self.log` weighs a mean by the samples of the batch that it finds in here."""
-        results, batch = self.module.trainer._results, self.module.trainer._results.batch
-        results.batch, results.batch_size = shard, None
-        self.runs_one_of_several = self.num_local > 1
-        try:
-            yield
-        finally:
-            self.runs_one_of_several = False
-            results.batch, results.batch_size = batch, None
-
-    def sync_buffers(self, update: Update | None = None) -> None:
-        """Set the buffers by those of all replicas, if a step may have made them differ."""
-        update = update or self.update
-        if update and update.buffers:
-            self._start_buffers(update.buffers)
-            self.meeting.gather(np.zeros(1, np.uint8), BUFFERS)
-            rows = self._courier.finish()[BUFFERS]
-            write_buffers(self.module, rows.view(self.num_replicas, -1))
-            update.buffers = None
+    def sync_buffers(self) -> None:
+        """Synchronize buffers over all replicas, if a step may have made them differ."""
+        if self.has_run:
+            self.sync.sync_buffers()
+            self.has_run = False
 
     def on_validation_start(self) -> None:
         super().on_validation_start()
@@ -249,8 +297,15 @@ class ManualAllreduceStrategy(GradientSender):
         super().compare_weights()
 
     def teardown(self) -> None:
-        self.update, self.shards = None, ()
+        if self.sync is not None:
+            self.sync.close(self.module.trainer.interrupted)
+        self.sync = self.window = self.batch = None  # memory that a garbage collector would keep
         super().teardown()
         if self._began is not None and torch.equal(torch.get_rng_state(), self._began):
             torch.rand(1)  # else the steps of a script's next fit would draw the same numbers
         self._began = None
+
+
+def name_of(function: Any) -> str:
+    function = getattr(function, "func", function)  # of a partial
+    return getattr(function, "__name__", type(function).__name__)

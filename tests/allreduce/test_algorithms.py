@@ -7,15 +7,9 @@ import torch
 from torch import Tensor
 
 from lightning_mgpu import allreduce as algorithms
-from lightning_mgpu.allreduce import (
-    Allreduce,
-    allreduce_many,
-    check_allreduce,
-    foreach_allreduce,
-    textbook_allreduce,
-)
+from lightning_mgpu.allreduce import Allreduce, check_allreduce
 
-NAMES = ["textbook", "key_value", "tree", "sharded", "ring", "foreach"]
+NAMES = ["textbook", "key_value", "tree", "sharded", "ring"]
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
 # How to lay the values out in memory; the last three are not contiguous, or have holes.
@@ -55,12 +49,3 @@ def test_is_the_sum(allreduce: Allreduce, layout: str) -> None:
 def test_real_numbers_agree_to_rounding_and_replicas_to_the_bit(allreduce: Allreduce) -> None:
     for k in range(1, 9):
         check_allreduce(allreduce, [torch.device("cpu")] * k)
-
-
-def test_foreach_has_the_textbooks_bits() -> None:
-    """Of parameters of several dtypes in one call. `check_allreduce` holds `many` to all else."""
-    gradients = [[torch.randn(300, 97).to(dtype) for _ in range(4)] for dtype in DTYPES]
-    expected = [[tensor.clone() for tensor in same] for same in gradients]
-    allreduce_many(textbook_allreduce, expected)
-    allreduce_many(foreach_allreduce, gradients)
-    assert all(torch.equal(*pair) for lists in zip(gradients, expected) for pair in zip(*lists))

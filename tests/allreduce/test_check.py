@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_mgpu.allreduce import check_allreduce, foreach_allreduce, textbook_allreduce
+from lightning_mgpu.allreduce import check_allreduce, ring_allreduce, textbook_allreduce
 
 CPU = torch.device("cpu")
 
@@ -48,13 +48,22 @@ def changes_its_mind(data: list[Tensor], calls: list[int] = []) -> None:  # noqa
         t.copy_(total)
 
 
+def claims_slices(data):
+    """A ring adds each element in an order that depends on its place."""
+    ring_allreduce(data)
+
+
+claims_slices.elementwise = True
+
+
 REFUSED: dict[Callable[[list[Tensor]], Any], list[str]] = {
     book_2021: ["left device 1 (cpu) with [2.0, 4.0] instead of the sum [7.0, 14.0]", "not rebind"],
     views: ["raised RuntimeError", "shape (3, 5), strides (1, 3)"],
     drops_the_remainder: ["left device 0 (cpu)", "shape (7,)"],
     drops_the_tail: ["left device 0 (cpu)", "shape (5003,)"],
-    sums_in_another_order_on_each: ["left device 1 (cpu)", "on device 0", "the same bits"],
+    sums_in_another_order_on_each: ["left device 1 (cpu)", "on device 0", "bitwise identical"],
     changes_its_mind: ["when called again", "at every call"],
+    claims_slices: ["on slices (`elementwise`)"],
 }
 
 
@@ -64,17 +73,6 @@ def test_refuses_in_one_line(function: Callable) -> None:
         check_allreduce(function, [CPU] * 3)
     assert all(part in str(caught.value) for part in REFUSED[function])
     assert "\n" not in str(caught.value)
-
-
-def test_holds_many_to_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On no tensors, as the parameters may all be frozen, and on all of them in one call."""
-    for many, said in (
-        (lambda lists: textbook_allreduce(lists[0]), r"raised IndexError \(given 0 parameters\)"),
-        (lambda lists: textbook_allreduce(*lists[:1]) if lists else None, r"left device 0 .*\(7,"),
-    ):
-        monkeypatch.setattr(foreach_allreduce, "many", many)
-        with pytest.raises(ValueError, match=rf"foreach_allreduce\.many of 3 tensors {said}"):
-            check_allreduce(foreach_allreduce, [CPU] * 3)
 
 
 def test_takes_many_devices_and_leaves_the_random_state_alone() -> None:

@@ -52,9 +52,9 @@ def test_a_header_then_one_line_per_epoch(
     assert all(f"  {name} " in line for line in epochs for name in names)
     trainer(RunOutput(header=False)).test(model, data, verbose=False)
     assert capsys.readouterr().out == ""
-    strategy = ManualAllreduceStrategy(ring_allreduce, replicas=4)
+    strategy = ManualAllreduceStrategy(ring_allreduce)
     trainer(RunOutput(), strategy=strategy).validate(model, data, verbose=False)
-    assert "Strategy (ring_allreduce) on" in capsys.readouterr().out
+    assert "Strategy (ring_allreduce on gathered gradients) on" in capsys.readouterr().out
 
 
 class Named(LightningModule):

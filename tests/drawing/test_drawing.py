@@ -165,22 +165,21 @@ def test_picture() -> None:
     assert whole == {3} and slices == {1.5}  # as wide as its bytes, in all panels alike
 
 
-def test_command(main: Callable[..., int], tmp_path: Path, capsys: Any) -> None:
+def command_of(page: str, name: str) -> list[str]:
+    """Write the file `name` of a page; returns the command that traces its function."""
+    text = (REPOSITORY / page).read_text()
+    [code] = re.findall(rf"```python\n# {name}.py\n(.*?)```", text, re.DOTALL)
+    Path(f"{name}.py").write_text(code)
+    [line] = re.findall(rf"python -m lightning_mgpu (allreduce {name}[^`#\n]*)", text)
+    return line.split()
+
+
+def test_command_for_exchanges(main, tmp_path, capsys):
+    pytest.importorskip("lightning_mgpu.exchanges")  # they can be deleted
     (tmp_path / "mine.py").write_text(Path(__file__).read_text())
-    assert main("allreduce", "sharded", "mine.chain") == 0
+    assert main(*command_of("docs/exchanges.md", "my_half")) == 0
     said = capsys.readouterr().out
-    assert "sharded: 24 messages in 6 rounds, 15.03 ms" in said and "1.5 n" in said
-    for page, file, told in (
-        ("README.md", "my_allreduce", "chain_allreduce: 6 messages in 6 rounds, 60.03 ms"),
-        ("docs/exchanges.md", "my_half", "an exchange, on at most 256 x 256 numbers"),
-    ):
-        text = (REPOSITORY / page).read_text()
-        [code] = re.findall(rf"```python\n# {file}.py\n(.*?)```", text, re.DOTALL)
-        (tmp_path / f"{file}.py").write_text(code)
-        [line] = re.findall(rf"python -m lightning_mgpu (allreduce {file}[^`#\n]*)", text)
-        assert main(*line.split()) == 0 and Path("allreduce.png").exists()
-        said = capsys.readouterr().out
-        assert told in said
+    assert "an exchange, on at most 256 x 256 numbers" in said
     assert "sends at most 1.5 n" in said  # of numbers of half the size
     assert "it sends 50.000% of its tensor to each other device" in said
     assert main("allreduce", "exact", "ring", "power_sgd", "mine.is_late") == 0
@@ -188,12 +187,22 @@ def test_command(main: Callable[..., int], tmp_path: Path, capsys: Any) -> None:
     assert "power_sgd: 24 messages in 6 rounds" in said
     assert "off the exact sum by 0.00%, and over 64 steps by 0.00%" in said  # exact
     assert "off the exact sum by 100.00%, and over 64 steps by 1.56%" in said
+    assert main("allreduce", "mine.is_silent") == 2
+    assert "is_silent with torch.float32: RuntimeError: (), waiting" in capsys.readouterr().err
+
+
+def test_command(main: Callable[..., int], tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "mine.py").write_text(Path(__file__).read_text())
+    assert main("allreduce", "sharded", "mine.chain") == 0
+    said = capsys.readouterr().out
+    assert "sharded: 24 messages in 6 rounds, 15.03 ms" in said and "1.5 n" in said
+    assert main(*command_of("README.md", "my_allreduce")) == 0 and Path("allreduce.png").exists()
+    assert "chain_allreduce: 6 messages in 6 rounds, 60.03 ms" in capsys.readouterr().out
     assert main("allreduce", "tree", "--sweep", "--link=10gbe", "--picture=times.png") == 0
     assert Path("times.png").exists()
     for args, error in (
         (["mine.asks"], "cannot trace mine.py:"),
         (["mine.in_half_precision"], "mine.in_half_precision of 2 tensors left device 0"),
-        (["mine.is_silent"], "is_silent with torch.float32: RuntimeError: (), waiting"),
         (["mine.nothing"], "no allreduce 'mine.nothing'"),
         (["mine.exchange", "--sweep"], "--sweep: not for an exchange"),
         (["ring", "--mb=x"], "argument --mb: invalid float value: 'x'; see python -m"),

@@ -62,14 +62,14 @@ def test_killed_and_resumed(command: Any, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_ones_own(main: Callable[..., int], tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
     (tmp_path / "mine.py").write_text(MINE)
-    two = ("--trainer.devices=1", "--trainer.strategy.replicas=2", "--trainer.max_epochs=1")
+    one = ("--trainer.devices=1", "--trainer.max_epochs=1")
     mine = ("--trainer.strategy=exchange", "--trainer.strategy.exchange=mine.my_half")
-    assert main(*FIT, *two, *mine, "--run_dir=run") == 0
+    assert main(*FIT, *one, *mine, "--run_dir=run") == 0
     out = capfd.readouterr().out
     assert "exchange: 1.81 MB per replica by my_half, 3.61 by the exact sum" in out
     assert "1.806952" in (tmp_path / "run" / "metrics.csv").read_text()
     wrong = "--trainer.strategy.options={fraction: 0.1}"
-    assert main(*FIT, *two, *mine, wrong) == 2
+    assert main(*FIT, *one, *mine, wrong) == 2
     err = capfd.readouterr().err
     assert "exchange mine.my_half with torch.float32: TypeError: my_half() got an unexp" in err
 

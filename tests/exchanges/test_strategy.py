@@ -1,5 +1,6 @@
 """Training with an exchange. Bits are in tests/test_bits.py."""
 
+import warnings
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -20,6 +21,7 @@ from tests.strategies.conftest import (
     assert_close,
     attempt,
     fit,
+    rank,
     run_in_processes,
     samples,
 )
@@ -28,13 +30,10 @@ from tests.test_bits import digest, train
 
 
 class Huge(Net):
-    """In step 3 the first layer's gradient is infinite in both replicas."""
-
-    num_losses = 0
+    """In step 3 the first layer's gradient is infinite in process 1."""
 
     def loss(self, batch: Any) -> Tensor:
-        self.num_losses += 1
-        factor = torch.inf if self.num_losses in (5, 6) else 1.0
+        factor = torch.inf if self.global_step == 2 and rank() else 1.0
         return super().loss(batch) + factor * self.net[0].bias.sum()
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
@@ -44,15 +43,19 @@ class Huge(Net):
             gradient.nan_to_num_(0)
 
 
-def test_what_is_not_finite_reaches_all_replicas_and_no_state() -> None:
+def train_huge():
+    """How many gradients are NaN, and the exchange's states, before and after step 3."""
+    trainers = [train(ExchangeStrategy(top_k), Huge, max_steps=n) for n in (2, 3)]
+    return [(each.lightning_module.num_nan, each.strategy._states) for each in trainers]
+
+
+def test_what_is_not_finite_reaches_all_replicas_and_no_state(in_two_processes):
     """All results of the step are NaN."""
-    before, after = (train(ExchangeStrategy(top_k, replicas=2), Huge, max_steps=n) for n in (2, 3))
-    assert before.lightning_module.num_nan == 0 and after.lightning_module.num_nan == 4
-    for replica, states in after.strategy._states.items():
-        kept = before.strategy._states[replica]
-        assert len(states) == 4
-        for key, data in states.items():
-            assert torch.equal(data["rest"], kept[key]["rest"]), key
+    for found in in_two_processes(train_huge):
+        (num_before, before), (num_after, after) = found
+        assert (num_before, num_after) == (0, 4) and len(after) == 4
+        for key, data in after.items():
+            assert torch.equal(data["rest"], before[key]["rest"]), key
 
 
 def divides_late(X: Tensor, state: Any) -> Any:
@@ -62,8 +65,8 @@ def divides_late(X: Tensor, state: Any) -> Any:
 
 
 def test_a_result_that_is_not_finite_is_an_error() -> None:
-    said = attempt(train, ExchangeStrategy(divides_late, replicas=2), Net)
-    assert "net.0.weight: an exchange makes numbers that are not finite" in said
+    said = attempt(train, ExchangeStrategy(divides_late), Net)
+    assert "net.0.weight: an exchange produced non-finite values from finite gradients" in said
 
 
 def test_one_replica_exchanges_with_itself() -> None:
@@ -89,15 +92,23 @@ class DrawsBefore(Net):
         torch.rand(1)
 
 
-def test_a_resumed_run_keeps_the_seed_of_its_exchange(tmp_path: Path) -> None:
-    def run(make: Any = Net, **kwargs: Any) -> Any:
-        return train(ExchangeStrategy(add_noise, replicas=2), make, **kwargs)
+def train_with_noise(directory):
+    """The seed and the digest of a whole run, of a resumed one, and of one with another seed."""
+
+    def run(make=Net, **kwargs):
+        return train(ExchangeStrategy(add_noise), make, **kwargs)
 
     whole, other = run(max_epochs=2), run(DrawsBefore, max_epochs=2)
-    run(max_epochs=1).save_checkpoint(tmp_path / "last.ckpt")
-    resumed = run(DrawsBefore, max_epochs=2, resume=tmp_path / "last.ckpt")
-    assert whole.strategy._seed == resumed.strategy._seed != other.strategy._seed
-    assert digest(whole) == digest(resumed) != digest(other)
+    run(max_epochs=1).save_checkpoint(directory / "last.ckpt")
+    resumed = run(DrawsBefore, max_epochs=2, resume=directory / "last.ckpt")
+    return [(each.strategy._seed, digest(each)) for each in (whole, resumed, other)]
+
+
+def test_a_resumed_run_keeps_the_seed_of_its_exchange(tmp_path, in_two_processes):
+    first, second = in_two_processes(train_with_noise, tmp_path)
+    assert first == second
+    whole, resumed, other = first
+    assert whole == resumed and whole[0] != other[0] and whole[1] != other[1]
 
 
 def normalize(X: Tensor, state: Any) -> Any:
@@ -129,31 +140,43 @@ class TwoTypes(Net):
         }
 
 
-def test_flat_sees_all_parameters_of_a_dtype(tmp_path: Path) -> None:
-    def run(**kwargs: Any) -> Any:
-        strategy = ExchangeStrategy(normalize, replicas=2, flat=True)
+def train_flat(directory):
+    """States and gradients after one step, and after three epochs, whole and resumed."""
+
+    def run(**kwargs):
+        strategy = ExchangeStrategy(normalize, flat=True)
         return train(strategy, TwoTypes, DataLoader(samples(40), 10), **kwargs)
 
     first = run(max_steps=1)
+    run(max_epochs=2).save_checkpoint(directory / "last.ckpt")
+    with warnings.catch_warnings(record=True) as caught:
+        whole = run(max_epochs=3)
+    said = [str(each.message) for each in caught]
+    resumed = run(max_epochs=3, resume=directory / "last.ckpt")
+    found = [(each.strategy._states, each.lightning_module.last) for each in (first, whole)]
+    return *found, said, digest(whole), digest(resumed)
+
+
+def test_flat_sees_all_parameters_of_a_dtype(tmp_path, in_two_processes):
+    results = in_two_processes(train_flat, tmp_path)
+    assert not isinstance(results[0], str), results
+    (states, found), (last_states, last), said, whole, resumed = results[0]
     seed_everything(0, verbose=False)
     net = TwoTypes()
     net.loss(next(iter(DataLoader(samples(40), 10)))).backward()
     single = torch.cat([net.scale.grad, torch.zeros(2)])
     double = torch.cat([p.grad.flatten() for p in net.net.parameters()])
-    for states in first.strategy._states.values():
-        assert [key[0] for key in states] == ["torch.float32", "torch.float64"]
-        assert_close([data["sum"] for data in states.values()], [single, double], rtol=1e-6)
-    found = first.lightning_module.last
+    sums = {key[0]: data["sum"] for key, data in states.items()}
+    assert_close(sums, {"torch.float32": single, "torch.float64": double}, rtol=1e-6)
     assert [*found] == [name for name, _ in net.named_parameters() if name != "unused"]
     found = torch.cat([X.flatten() for X in found.values() if X.dtype == torch.float64])
     assert_close(found, double / double.norm() + 0.01)
-    run(max_epochs=2).save_checkpoint(tmp_path / "last.ckpt")
-    with pytest.warns(UserWarning, match="so the state of the exchange is reset"):
-        whole = run(max_epochs=3)
-    assert "net.0.weight" not in whole.lightning_module.last
-    assert [len(states) for states in whole.strategy._states.values()] == [2, 2]
-    resumed = run(max_epochs=3, resume=tmp_path / "last.ckpt")
-    assert digest(resumed) == digest(whole)
+    assert any("so the state of the exchange is reset" in line for line in said)
+    assert "net.0.weight" not in last and len(last_states) == 2
+    assert {resumed, whole} == {*results[1][-2:]} == {whole}
+    one = ExchangeStrategy(normalize, flat=True)
+    said = attempt(train, one, TwoTypes, max_epochs=3, resume=tmp_path / "last.ckpt")
+    assert "--trainer.strategy.replicas=2, which must stay: here it is 1" in said
 
 
 def test_refusals(tmp_path: Path) -> None:
@@ -161,7 +184,7 @@ def test_refusals(tmp_path: Path) -> None:
 
     def new(fraction: float = 0.2, **kwargs: Any) -> ExchangeStrategy:
         options = {"fraction": fraction}
-        return ExchangeStrategy(**{"exchange": top_k, "options": options, "replicas": 2, **kwargs})
+        return ExchangeStrategy(**{"exchange": top_k, "options": options, **kwargs})
 
     trainer = train(new(), Net, max_epochs=1)
     trainer.save_checkpoint(last)
@@ -169,11 +192,10 @@ def test_refusals(tmp_path: Path) -> None:
     for strategy, make, resume, said in [
         (new(0.3), Net, last, "--trainer.strategy.options={'fraction': 0.2}, which must"),
         (new(flat=True), Net, last, "--trainer.strategy.flat=None, which must stay: here"),
-        (new(replicas=3), Net, last, "--trainer.strategy.replicas=2, which must stay"),
         (new(exchange=sign, options={}), Net, last, "strategy.exchange=lightning_mgpu.exch"),
         (new(), Net, other, "This checkpoint has no exchange's state"),
-        (ManualAllreduceStrategy(), Net, last, "has the state of an exchange: take the strategy"),
-        (new(replicas=1), Manual, None, "need automatic optimization"),
+        (ManualAllreduceStrategy(), Net, last, "has the state of an exchange: use the strategy"),
+        (new(), Manual, None, "need automatic optimization"),
         (new(), Searches, None, "no LBFGS"),
     ]:
         found = attempt(train, strategy, make, resume=resume)

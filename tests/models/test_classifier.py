@@ -24,7 +24,6 @@ from torchmetrics.classification import MulticlassF1Score, MulticlassRecall
 
 from lightning_mgpu.models import Classifier, LeNet, OneCycle, ResNet18
 from lightning_mgpu.models.classifier import MeanLoss, compiled_logits
-from lightning_mgpu.strategies import ManualAllreduceStrategy
 
 
 def test_epoch_values_are_means_over_samples(make_data: Callable, make_trainer: Callable) -> None:
@@ -75,14 +74,14 @@ class OwnStep(OwnLoss):
         return {"loss": loss, "weight": weight}
 
 
-@pytest.mark.parametrize("replicas", [1, 3])
-def test_a_loss_of_ones_own(replicas: int, make_data: Callable, make_trainer: Callable) -> None:
+@pytest.mark.parametrize("strategy", ["manual_allreduce", "dp"])
+def test_a_loss_of_ones_own(strategy: str, make_data: Callable, make_trainer: Callable) -> None:
     """The logged mean is by its weights, some of them 0. A step of one's own logs no accuracy."""
     data, logged, weights = make_data(batch_size=7, val_size=45), [], []
     for make in (OwnLoss, OwnStep):
         torch.manual_seed(0)
-        model, strategy = make(init="kaiming"), ManualAllreduceStrategy(replicas=replicas)
-        trainer = make_trainer(strategy=strategy, limit_train_batches=3)
+        model, devices = make(init="kaiming"), 3 if strategy == "dp" else 1
+        trainer = make_trainer(strategy=strategy, devices=devices, limit_train_batches=3)
         trainer.fit(model, data)
         logged.append(dict(trainer.callback_metrics))
         weights.append(model.net[0].weight)
@@ -106,7 +105,7 @@ class WithMetrics(LeNet):
 
 @pytest.mark.parametrize(
     "strategy",
-    [{"strategy": "dp", "devices": 2}, {}, {"strategy": ManualAllreduceStrategy(replicas=3)}],
+    [{"strategy": "dp", "devices": 2}, {}, {"strategy": "manual_allreduce"}],
 )
 def test_metrics_of_ones_own(strategy: Any, make_data: Callable, make_trainer: Callable) -> None:
     """In each stage of the second epoch those of all samples."""
@@ -164,8 +163,7 @@ def test_batches_that_are_dicts(strategy: str, make_trainer: Callable) -> None:
     for loader in loaders:
         torch.manual_seed(0)
         model: Any = Pairs() if loader is pairs else Tokens()
-        options = {"manual_allreduce": {"strategy": ManualAllreduceStrategy(replicas=2)}}
-        trainer = make_trainer(**options.get(strategy, {"strategy": strategy}))
+        trainer = make_trainer(strategy=strategy)
         trainer.fit(model, loader, loader)
         values = {**trainer.callback_metrics, **trainer.test(model, loader, verbose=False)[0]}
         predicted = trainer.predict(model, loader)

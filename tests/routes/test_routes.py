@@ -1,7 +1,9 @@
 """Buckets, their order, and what travels: without a Trainer, and within a backward pass."""
 
+import contextlib
 import time
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -10,100 +12,151 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from lightning_mgpu.allreduce import foreach_allreduce, ring_allreduce, textbook_allreduce
-from lightning_mgpu.routes.buckets import Bucket
-from lightning_mgpu.routes.courier import Courier
-from lightning_mgpu.routes.sums import Message, sum_by_all, sum_by_owners, sum_in_place
+from lightning_mgpu.allreduce import ring_allreduce, tree_allreduce
+from lightning_mgpu.routes.buckets import ALIGNMENT, Bucket, group_parameters, padded_size
+from lightning_mgpu.routes.schedules import Message, sum_gathered
+from lightning_mgpu.routes.transport import Transport
 from lightning_mgpu.strategies import ManualAllreduceStrategy
 from tests.strategies.conftest import (
+    IN_MEMORY,
     Net,
     assert_close,
     attempt,
     fit,
+    make_strategy,
     new_meeting,
     no_shared_memory,
     rank,
     run_in_processes,
     world_size,
 )
+from tests.strategies.test_parity import EmptyFirst
 
-PARAMETERS = [
-    torch.zeros(3, 5, dtype=torch.float64),
-    torch.zeros(2, 3, 2, 2).to(memory_format=torch.channels_last),
-    torch.zeros(()),
-    torch.zeros(0, 4),
-    torch.zeros(7, dtype=torch.bfloat16),
-    torch.zeros(5, dtype=torch.complex64),
-    torch.zeros(4, 3).t(),
-]
+PARAMETERS = {
+    torch.float64: [torch.zeros(3, 5), torch.zeros(7), torch.zeros(4, 3).t(), torch.zeros(())],
+    torch.float32: [torch.zeros(2, 3, 2, 2).to(memory_format=torch.channels_last), torch.zeros(9)],
+    torch.bfloat16: [torch.zeros(7), torch.zeros(33, 2)],
+    torch.complex64: [torch.zeros(5)],
+}
 ONE_PER_BUCKET = 1e-9  # MB
 
 
-def new_courier() -> Courier:
+def new_transport():
     meeting = new_meeting()
-    return Courier(meeting, meeting.group)
+    return Transport(meeting, meeting.group)
 
 
-def sum_rows(way: Any, allreduce: Any, num_rows: int) -> bool:
+def sum_rows(dtype, allreduce, in_memory):
     """Sums small integers, a number of times; whether all sums are right and dense."""
-    courier, k = new_courier(), num_rows * world_size()
-    bucket = Bucket(PARAMETERS, num_rows, 1 if way is sum_by_all else world_size())
+    parameters = [p.to(dtype) for p in PARAMETERS[dtype]]
+    transport, k, memory = new_transport(), world_size(), None
+    if in_memory:
+        memory = transport.meeting.map_memory(k * sum(map(padded_size, parameters)))
+        memory = memory.view(k, -1), rank()
+    num_owners = 1 if k == 2 and not in_memory else k
+    bucket = Bucket(parameters, num_owners, hasattr(allreduce, "elementwise"), memory)
+    assert not bucket.is_elementwise or max(bucket.sizes) - min(bucket.sizes) <= ALIGNMENT
     generator = torch.Generator().manual_seed(0)
     for num_missing in (0, 1, 2):  # what a row had before does not count
-        rows: list[dict[Tensor, Tensor]] = [{} for _ in range(k)]
+        rows = [{} for _ in range(k)]
         for row in rows[num_missing:]:
-            for p in PARAMETERS:
-                row[p] = torch.randint(-9, 9, p.shape, generator=generator).to(p.dtype)
-        first = rank() * num_rows
-        bucket.pack(rows[first : first + num_rows])
-        assert bucket.holds(rows[first : first + num_rows])
-        courier.start("bucket", way(bucket, allreduce, rank()))
-        for p, total in zip(PARAMETERS, courier.finish()["bucket"], strict=True):
+            for p in parameters:
+                row[p] = torch.randint(-9, 9, p.shape, generator=generator).to(dtype)
+        bucket.pack(rows[rank()])
+        assert bucket.matches(rows[rank()])
+        transport.start("bucket", sum_gathered(bucket, allreduce, rank()))
+        if in_memory:
+            transport.meeting.gather(torch.zeros(1).numpy(), "all rows are written")
+        for p, total in zip(parameters, transport.finish()["bucket"], strict=True):
             expected = sum((row[p] for row in rows[num_missing:]), torch.zeros_like(p))
             torch.testing.assert_close(total, expected, rtol=0, atol=0)
             assert total.stride() == torch.empty_like(p).stride()
     return True
 
 
-@pytest.mark.parametrize("allreduce", [textbook_allreduce, ring_allreduce, foreach_allreduce])
-def test_sums_of_every_kind_of_parameter(allreduce: Callable[..., Any]) -> None:
+def sum_all(in_memory):
+    """A function that may be called on slices, and one that may not."""
+    functions = tree_allreduce, ring_allreduce
+    return [attempt(sum_rows, *each, in_memory) for each in product(PARAMETERS, functions)]
+
+
+@pytest.mark.parametrize("in_memory", [False, *([True] if IN_MEMORY else [])])
+@pytest.mark.parametrize("k", [2, 3])
+def test_sums_of_every_kind_of_parameter(k, in_memory):
     """Gradients need not be laid out as their parameters; sums are. A missing one is zeros."""
-    assert sum_rows(sum_in_place, allreduce, 3)
+    for found in run_in_processes(k, sum_all, in_memory):
+        assert found == [True] * 8, found
 
 
-def sum_by_messages(num_rows: int) -> list[Any]:
-    ways = [sum_by_owners, *([sum_by_all] if (world_size(), num_rows) == (2, 1) else [])]
-    return [attempt(sum_rows, way, textbook_allreduce, num_rows) for way in ways]
+def test_buckets_grow_and_have_one_dtype():
+    """The first one has a sixteenth of the cap, each later one twice as much, at most the cap."""
+    parameters = [torch.zeros(4) for _ in range(64)]  # of 16 bytes
+    assert group_parameters(parameters, 0) == [parameters[::-1]]
+    groups = group_parameters(parameters, 256)
+    assert [len(group) for group in groups] == [1, 2, 4, 8, 16, 16, 16, 1]
+    assert [p for group in groups for p in group] == parameters[::-1]
+    mixed = [torch.zeros(4, dtype=[torch.float32, torch.float64][i % 2]) for i in range(16)]
+    for cap in (0, 128, 1e9):
+        groups = group_parameters(mixed, cap)
+        assert len(groups) > 2 if cap == 128 else len(groups) == 2
+        assert all(len({p.dtype for p in group}) == 1 for group in groups)
+        assert {id(p) for group in groups for p in group} == {*map(id, mixed)}
 
 
-@pytest.mark.parametrize(("k", "num_rows"), [(2, 1), (2, 2), (3, 1)])
-def test_sums_by_messages(k: int, num_rows: int) -> None:
-    for found in run_in_processes(k, sum_by_messages, num_rows):
-        assert found in ([True], [True, True]), found
+class MixedTypes(Net):
+    """Parameters of float32, bfloat16 and float64."""
+
+    def __init__(self):
+        super().__init__()
+        self.short, self.long = nn.Linear(3, 5).bfloat16(), nn.Linear(5, 3).double()
+
+    def loss(self, batch):
+        Y = self.short(self.net(batch[0].float()).bfloat16())
+        return F.cross_entropy(self.long(Y.double()), batch[1])
+
+
+def fit_mixed():
+    """In memory, by messages, and by messages of one parameter each."""
+    caps = contextlib.nullcontext(), no_shared_memory(), no_shared_memory()
+    found = []
+    for cap, context in zip((None, 0, ONE_PER_BUCKET), caps):
+        with context:
+            strategy = make_strategy(bucket_cap_mb=cap)
+            found.append(attempt(fit, MixedTypes, strategy=strategy, precision=None))
+    return found
+
+
+@pytest.mark.parametrize("k", [2, 3])
+def test_parameters_of_several_dtypes(k):
+    one = fit(MixedTypes, precision=None)
+    results = [found for each in run_in_processes(k, fit_mixed) for found in each]
+    assert_close(results[0], one, rtol=0.02, atol=0.02)
+    for found in results:
+        assert_close(found, results[0], 0, 0)
 
 
 def twice(number: int) -> Any:
     """Sends its number, and then what it has got."""
     sent = torch.full((100_000,), number + 10 * rank(), dtype=torch.uint8)
-    parts = yield Message(sent, None, [len(sent)] * world_size())
-    sent = torch.cat([part[:1] for part in parts])
-    parts = yield Message(sent, None, [len(sent)] * world_size())
-    return [part.tolist() for part in parts]
+    rows = yield Message(sent, None, [len(sent)] * world_size())
+    sent = rows[:: len(sent)].clone()
+    rows = yield Message(sent, None, [len(sent)] * world_size())
+    return rows.view(world_size(), -1).tolist()
 
 
 def travel(late: int) -> Any:
-    """Route `late` starts late in one process, and its second message is late in the other."""
-    courier = new_courier()
+    """Schedule `late` starts late in one process, its second message is late in the other."""
+    transport = new_transport()
     for number in range(4):
         if number == late and rank() == 0:
             time.sleep(0.3)
-        courier.start(number, twice(number))
+        transport.start(number, twice(number))
     time.sleep(0.3 * rank())
-    return courier.finish()
+    return transport.finish()
 
 
 @pytest.mark.parametrize("late", [0, 1, 3])
-def test_routes_go_on_in_one_order(late: int) -> None:
+def test_schedules_continue_in_one_order(late: int) -> None:
     expected = {number: [[number, number + 10]] * 2 for number in range(4)}
     assert run_in_processes(2, travel, late) == [expected, expected]
 
@@ -149,7 +202,7 @@ class EditsInOne(EditsEarlier):
         return rank() == 0
 
 
-EDITED = SharedTwice, OwnBackward, EditsEarlier, EditsInOne
+BUCKETED = SharedTwice, OwnBackward, EditsEarlier, EditsInOne, EmptyFirst
 
 
 def fit_bucketed(make: Any, cap: float = ONE_PER_BUCKET) -> Any:
@@ -157,7 +210,7 @@ def fit_bucketed(make: Any, cap: float = ONE_PER_BUCKET) -> Any:
         return attempt(fit, make, strategy=ManualAllreduceStrategy(bucket_cap_mb=cap))
 
 
-@pytest.mark.parametrize("make", EDITED)
+@pytest.mark.parametrize("make", BUCKETED)
 def test_a_gradient_edited_after_it_was_sent(make: Any, in_two_processes: Callable) -> None:
     """It trains as with one bucket, which leaves after the pass, and as one device if all edit."""
     expected = in_two_processes(fit_bucketed, make, 0)[0]
@@ -197,26 +250,24 @@ class Layers(Net):
         super().__init__(nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)), nn.Linear(8, 3)))
 
 
-def count_early(replicas: int, **kwargs: Any) -> list[int]:
+def count_early(**kwargs: Any) -> list[int]:
     """How many of the buckets had started when a backward pass ended, in each update."""
-    strategy = ManualAllreduceStrategy(bucket_cap_mb=ONE_PER_BUCKET, replicas=replicas)
+    strategy = ManualAllreduceStrategy(bucket_cap_mb=ONE_PER_BUCKET)
     counts = list[int]()
-    exchange_all = strategy.exchange_all
+    sum_over_replicas = strategy.sum_over_replicas
 
     def note(*args: Any, **kwargs: Any) -> Any:
-        counts.append(strategy._dispatcher.num_early if strategy._dispatcher else 0)
-        return exchange_all(*args, **kwargs)
+        counts.append(strategy.sync._reducer.num_early if strategy.sync._reducer else 0)
+        return sum_over_replicas(*args, **kwargs)
 
-    strategy.exchange_all = note  # type: ignore[method-assign]
+    strategy.sum_over_replicas = note  # type: ignore[method-assign]
     with no_shared_memory():
         fit(Layers, strategy=strategy, max_epochs=1, **kwargs)
     return counts
 
 
-@pytest.mark.parametrize(("replicas", "window"), [(2, 1), (4, 1), (2, 3)])
-def test_buckets_start_within_the_pass(
-    replicas: int, window: int, in_two_processes: Callable
-) -> None:
+@pytest.mark.parametrize("window", [1, 3])
+def test_buckets_start_within_the_pass(window: int, in_two_processes: Callable) -> None:
     """All 14, but in the first update, in which processes agree on their layout."""
-    for counts in in_two_processes(count_early, replicas, accumulate_grad_batches=window):
+    for counts in in_two_processes(count_early, accumulate_grad_batches=window):
         assert counts == [0] + [14] * (6 // window - 1)

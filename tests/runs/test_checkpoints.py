@@ -53,8 +53,7 @@ def test_weights_set_when_training_ends_are_in_the_last(
 ) -> None:
     """The fingerprint is of weights that a checkpoint has, and the finished run has it again."""
     ema = ("--trainer.callbacks+=EMAWeightAveraging", "--trainer.strategy=manual_allreduce")
-    replicas = "--trainer.strategy.replicas=2"
-    assert fit("--trainer.max_epochs=2", "--run_dir=a", *ema, replicas) == 0
+    assert fit("--trainer.max_epochs=2", "--run_dir=a", *ema) == 0
     printed = capfd.readouterr().out.splitlines()[-2]
     weights = last(tmp_path / "a")["state_dict"]
     assert printed == f"fingerprint: {fingerprint(list(weights.values()))}"

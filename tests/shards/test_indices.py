@@ -16,9 +16,9 @@ from tests.strategies.conftest import (
     Net,
     assert_close,
     fit,
+    make_strategy,
     new_trainer,
     samples,
-    world_size,
 )
 
 Sample = tuple[Tensor, Tensor]
@@ -140,7 +140,7 @@ class Means(Net):
 
 def evaluate_twice() -> list[Any]:
     torch.manual_seed(0)
-    trainer, module = new_trainer(1 if world_size() == 1 else None), Means()
+    trainer, module = new_trainer(strategy=make_strategy()), Means()
     data = DataLoader(Draws(), 10)
     return [trainer.test(module, data, verbose=False) for _ in range(2)]
 
@@ -155,9 +155,10 @@ def collated(make: type[Net], collate: Any) -> Case:
     )
 
 
-def drawn(make: type[Net], data: Callable[[], Any], **kwargs: Any) -> Case:
+def drawn(make: type[Net], data: Callable[[], Any]) -> Case:
     """Lightning's own strategy draws other numbers."""
-    return Case(make, lambda: {"data": data()}, reference=1, **kwargs)
+    expected = lambda: fit(make, data(), strategy=make_strategy())  # noqa: E731
+    return Case(make, lambda: {"data": data()}, expected=expected)
 
 
 def not_shuffled(size: int = 10) -> dict[str, Any]:
@@ -170,7 +171,6 @@ def val_in_batches(size: int) -> Case:
     return Case(
         Counted,
         lambda: not_shuffled(size),
-        in_one=(),
         expected=lambda: fit(Counted, **not_shuffled(57)),
     )
 
@@ -188,15 +188,13 @@ CASES = {
         Counted,
         lambda: {"data": DataLoader(samples(), 10, collate_fn=flattened)},
         'The loss of a shard needs a weight, {"loss": loss, "weight": n}: the shape',
-        in_one=(2,),
-        in_two=(),
     ),
     "drawn, split": drawn(Distinct, split),
     "drawn, 2 workers": drawn(Distinct, lambda: split(2)),
     "drawn, weighted": drawn(Distinct, weighted),
     # here Lightning's own strategy draws the same
-    "drawn, batch_loader": drawn(Counted, lambda: padded_by_batch_loader, in_one=(None, 3)),
-    "infinite": Case(Net, infinite, in_one=()),
+    "drawn, batch_loader": Case(Counted, lambda: {"data": padded_by_batch_loader}),
+    "infinite": Case(Net, infinite),
     **{f"val {size}": val_in_batches(size) for size in (1, 2, 28)},  # the last of 28 has one sample
 }
 

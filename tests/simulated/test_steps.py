@@ -13,7 +13,6 @@ import pytest
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
-from lightning.pytorch.strategies import StrategyRegistry
 from torch.optim import AdamW
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -25,14 +24,11 @@ BATCH = ("copy from pageable host", "the batch")
 
 
 def strategy(name: str) -> dict[str, Any]:
-    """A Trainer's arguments: one device, two of `dp`, or two replicas on one device."""
-    if name == "replicas=2":
-        make = StrategyRegistry["manual_allreduce"]
-        return {"strategy": make["strategy"](**{**make["init_params"], "replicas": 2})}
-    return {"strategy": "dp", "devices": 2} if name == "dp" else {}
+    """A Trainer's arguments."""
+    return {"strategy": name, "devices": 2 if name == "dp" else 1}
 
 
-ENGINES = pytest.mark.parametrize("engine", ["one device", "dp", "replicas=2"])
+ENGINES = pytest.mark.parametrize("engine", ["auto", "dp", "manual_allreduce"])
 
 
 @pytest.fixture

@@ -26,12 +26,12 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_mgpu.processes.meeting import Meeting
-from lightning_mgpu.strategies import ManualAllreduceStrategy, sending
+from lightning_mgpu.strategies import ManualAllreduceStrategy, manual_allreduce
 
 IN_MEMORY = "BY_MESSAGES" not in os.environ
 if not IN_MEMORY:  # as between machines, and with one parameter per bucket
     Meeting.map_memory = lambda *_: None  # type: ignore[method-assign]
-    sending.BUCKET_CAP_MB = 1e-9
+    manual_allreduce.BUCKET_CAP_MB = 1e-9
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["torch", "lightning.pytorch", "lightning_mgpu"])
 OFF = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
@@ -85,9 +85,9 @@ def new_meeting(seconds: float = 10) -> Meeting:
     return Meeting(rank(), world_size(), group, seconds, trainer)
 
 
-def new_trainer(replicas: int | None = None, **kwargs: Any) -> Trainer:
-    """A Trainer of all processes that run this; without replicas, one of one device is `auto`."""
-    strategy = make_strategy(replicas=replicas) if replicas or world_size() > 1 else "auto"
+def new_trainer(**kwargs: Any) -> Trainer:
+    """A Trainer of all processes that run this. For one process its strategy is `auto`."""
+    strategy = make_strategy() if world_size() > 1 else "auto"
     given = {"strategy": strategy, "devices": world_size(), "max_epochs": 2, **kwargs}
     return Trainer(**{**QUIET, **given})
 
@@ -96,7 +96,6 @@ def fit(
     make: Callable[[], LightningModule] = Net,
     data: Any = None,
     val: Any = None,
-    replicas: int | None = None,
     ckpt_path: Any = None,
     **kwargs: Any,
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
@@ -105,7 +104,7 @@ def fit(
     `data`: a loader, or a function of the Trainer that makes one.
     """
     seed_everything(0, verbose=False)
-    trainer, module = new_trainer(replicas, **{"precision": "64-true", **kwargs}), make()
+    trainer, module = new_trainer(**{"precision": "64-true", **kwargs}), make()
     data = DataLoader(samples(), 10, shuffle=True) if data is None else data
     data = data(trainer) if callable(data) else data
     trainer.fit(module, data, val, ckpt_path=ckpt_path, weights_only=False)

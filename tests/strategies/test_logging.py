@@ -74,13 +74,11 @@ CASES = {
     "several loaders": Case(Logs, lambda: {"val": val_loaders()}, rtol_logged=1e-6),
     "plateau": Case(Plateau, lambda: {"val": val_loaders()[0], "max_epochs": 6}, rtol_logged=1e-6),
     "in hooks": Case(InHooks, lambda: {"val": val_loaders()[0]}, rtol_logged=1e-6),
-    "two loaders": Case(EvaluatesBoth, lambda: {"val": both(4)}, in_one=()),
+    "two loaders": Case(EvaluatesBoth, lambda: {"val": both(4)}),
     "other shares": Case(
-        EvaluatesBoth, lambda: {"val": both(5)}, "have other shares of their batches", in_one=()
+        EvaluatesBoth, lambda: {"val": both(5)}, "have other shares of their batches"
     ),
-    "other shares, a metric": Case(
-        EvaluatesByMetric, lambda: {"val": both(5)}, in_one=(), rtol_logged=1e-6
-    ),
+    "other shares, a metric": Case(EvaluatesByMetric, lambda: {"val": both(5)}, rtol_logged=1e-6),
     "streams": Case(TwoStreams, lambda: {"val": [DataLoader(Stream([*samples()][:30]), 10)] * 2}),
 }
 

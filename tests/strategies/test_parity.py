@@ -1,7 +1,7 @@
-"""Training on two devices, or with several replicas, is training on one device, in float64.
+"""Training on two devices is training on one device, in float64.
 
 Every case is a kind of model, optimizer or hook for which data parallelism could go wrong.
-test_dp.py runs them under `dp`.
+test_dp.py runs them under `dp`. What any strategy promises is in tests/test_promises.py.
 """
 
 from collections.abc import Callable
@@ -31,16 +31,6 @@ class Searches(Net):
     def configure_optimizers(self) -> Any:
         options = {"lr": 0.5, "max_iter": 4, "line_search_fn": "strong_wolfe"}
         return torch.optim.LBFGS(self.parameters(), **options)
-
-
-class Scheduled(Net):
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters(), 0.01)
-        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=20)
-        return {
-            "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
-        }
 
 
 class Frozen(Net):
@@ -112,11 +102,77 @@ class Edited(Net):
 
 
 class HalvesGradients(Net):
-    """A hook that replaces gradients, in every batch of a window."""
+    """A hook that replaces gradients, and edits some by `.data`, in every batch of a window."""
 
     def on_after_backward(self) -> None:
-        for p in self.parameters():
-            p.grad = None if p.grad is None else p.grad * 0.5
+        for p in self.net[0].parameters():
+            p.grad = p.grad * 0.5
+        for p in self.net[2].parameters():
+            p.grad.data.mul_(0.5)
+
+
+class KeepsMask(Net):
+    """The step leaves a mask on the module, which the recomputed forward pass reads."""
+
+    def block(self, X):
+        return self.net[0](X) * self.mask
+
+    def loss(self, batch):
+        self.mask = torch.sigmoid(3 * batch[0]).repeat(1, 2)
+        X = checkpoint(self.block, batch[0], use_reentrant=False)
+        return F.cross_entropy(self.net[1:](X), batch[1])
+
+
+class ClipsWeights(Net):
+    """The step clips weights by `.data`, after a warm-up."""
+
+    def loss(self, batch):
+        if self.global_step >= 2:
+            for p in self.parameters():
+                p.data.clamp_(-0.2, 0.2)
+        return super().loss(batch)
+
+
+class FlatSGD(torch.optim.Optimizer):
+    """SGD on one flat gradient: `zero_grad` makes each `p.grad` a view of it."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.5})
+        self.given = self.param_groups[0]["params"]
+        sizes = [p.numel() for p in self.given]
+        self.flat = torch.zeros(sum(sizes), dtype=torch.float64)
+        self.parts = self.flat.split(sizes)
+
+    def zero_grad(self, set_to_none=True):
+        self.flat.zero_()
+        for p, part in zip(self.given, self.parts):
+            p.grad = part.view_as(p)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = torch.enable_grad()(closure)()
+        for p, part in zip(self.given, self.parts):
+            p.sub_(part.view_as(p), alpha=0.5)
+        return loss
+
+
+class FlatGradient(Net):
+    def configure_optimizers(self):
+        return FlatSGD(self.parameters())
+
+
+class EmptyFirst(Net):
+    """Its first parameter is empty."""
+
+    def __init__(self):
+        super().__init__()
+        net = self.net
+        del self.net
+        self.condition, self.net = nn.Linear(0, 3, bias=False), net
+
+    def loss(self, batch):
+        y = self.net(batch[0]) + self.condition(batch[0][:, :0])
+        return F.cross_entropy(y, batch[1])
 
 
 class LeavesEarly(Net):
@@ -206,6 +262,68 @@ class ExchangesOnce(Manual):
             optimizer.zero_grad()
 
 
+class TiedByHand(Manual, Tied):
+    """Two gradients that are views of one tensor are accumulated by hand."""
+
+    def training_step(self, batch, batch_idx):
+        self.manual_backward(self.loss(batch))
+        if batch_idx % 2 == 1:
+            self.optimizers().step()
+            self.optimizers().zero_grad()
+
+
+class NeverZeroes(Manual):
+    """Gradients of all batches so far are accumulated by hand."""
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        with optimizer.toggle_model(sync_grad=batch_idx % 2 == 1):
+            self.manual_backward(0.01 * self.loss(batch))
+        if batch_idx % 2 == 1:
+            optimizer.step()
+
+
+class OneAccumulates(Manual):
+    """The first layer's optimizer steps in every third batch, the last layer's in each.
+
+    Which is the first to compute gradients, and when they are zeroed, changes with the epoch.
+    """
+
+    def step_rarely(self, batch, batch_idx):
+        optimizer = self.optimizers()[0]
+        is_last = batch_idx % 3 == 2
+        with optimizer.toggle_model(sync_grad=is_last):
+            self.manual_backward(self.loss(batch))
+        if is_last:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def step_always(self, batch, is_zeroed_late):
+        optimizer = self.optimizers()[1]
+        with optimizer.toggle_model():
+            if is_zeroed_late:
+                optimizer.zero_grad()
+            self.manual_backward(self.loss(batch))
+            optimizer.step()
+            if not is_zeroed_late:
+                optimizer.zero_grad()
+
+    def training_step(self, batch, batch_idx):
+        epoch = self.current_epoch
+        if epoch < 2:
+            self.step_rarely(batch, batch_idx)
+        self.step_always(batch, epoch % 2 == 1)
+        if epoch >= 2:
+            self.step_rarely(batch, batch_idx)
+
+    def on_train_epoch_end(self):
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+
+    def configure_optimizers(self):
+        return [torch.optim.SGD(self.net[i].parameters(), 0.5, momentum=0.9) for i in (0, 2)]
+
+
 def half(**kwargs: Any) -> dict[str, Any]:
     """Float32 samples, of which one overflows: a GradScaler leaves that step out."""
     X, y = samples().tensors
@@ -213,22 +331,20 @@ def half(**kwargs: Any) -> dict[str, Any]:
     return {**kwargs, "data": DataLoader(TensorDataset(X.float(), y), 10), "precision": None}
 
 
-NOT_IN_ONE: dict[str, Any] = {"in_one": ()}  # in test_refusals.py
-TWICE: dict[str, Any] = {"in_two": (None, 4)}
 CASES: dict[str, Case] = {
-    "momentum": Case(**TWICE),
-    "adamw, a scheduler": Case(Scheduled),
-    "lbfgs": Case(Searches, in_two=(), rtol=1e-6),
-    "clipping by norm": Case(Net, lambda: {"gradient_clip_val": 0.05}),
-    "accumulation": Case(Net, lambda: {"accumulate_grad_batches": 4}),  # of 6 batches
-    "frozen, accumulated": Case(
-        Frozen, lambda: {"max_epochs": 3, "accumulate_grad_batches": 2}, **TWICE
-    ),
+    "momentum": Case(),
+    "lbfgs": Case(Searches, is_for_one=True, rtol=1e-6),
+    "frozen, accumulated": Case(Frozen, lambda: {"max_epochs": 3, "accumulate_grad_batches": 2}),
     "tied": Case(Tied),
     "replaced layers": Case(Replaced),
     "lstm": Case(Recurrent),
-    "edited": Case(Edited, **TWICE),
-    "halves gradients": Case(HalvesGradients, lambda: {"accumulate_grad_batches": 3}, **NOT_IN_ONE),
+    "edited": Case(Edited),
+    "halves gradients": Case(HalvesGradients, lambda: {"accumulate_grad_batches": 3}),
+    "keeps a mask": Case(KeepsMask),
+    "clips weights": Case(ClipsWeights),
+    "flat gradient": Case(FlatGradient),
+    "flat gradient, accumulated": Case(FlatGradient, lambda: {"accumulate_grad_batches": 2}),
+    "empty first parameter": Case(EmptyFirst),
     "leaves early": Case(LeavesEarly, lambda: {"accumulate_grad_batches": 2}),
     "gradients of gradients": Case(PenalisedGradient),
     "swa": Case(
@@ -236,9 +352,12 @@ CASES: dict[str, Case] = {
         lambda: {"callbacks": StochasticWeightAveraging(0.05, swa_epoch_start=1), "max_epochs": 4},
     ),
     "channels_last": Case(ChannelsLast),
-    "gan": Case(GAN, **NOT_IN_ONE),
-    "by hand": Case(AccumulatesByHand, **NOT_IN_ONE),
-    "by hand, exchanged once": Case(ExchangesOnce, **NOT_IN_ONE),
+    "gan": Case(GAN),
+    "by hand": Case(AccumulatesByHand),
+    "by hand, exchanged once": Case(ExchangesOnce),
+    "by hand, tied": Case(TiedByHand),
+    "by hand, never zeroed": Case(NeverZeroes),
+    "by hand, one accumulates": Case(OneAccumulates, lambda: {"max_epochs": 4}),
     "bf16": Case(Plain, lambda: half(precision="bf16-mixed"), rtol=0.02),
     "GradScaler": Case(Plain, lambda: half(plugins=[MixedPrecision("16-mixed", "cpu")]), rtol=0.02),
 }

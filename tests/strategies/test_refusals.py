@@ -6,15 +6,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_mgpu.strategies import ManualAllreduceStrategy
 from tests.cases import Case, Manual, check
-from tests.routes.test_routes import OwnBackward
 from tests.strategies.conftest import Net, fit, make_strategy, new_trainer, rank
-from tests.strategies.test_buffers import Averages, Decays
-from tests.strategies.test_parity import HalvesGradients, Searches
+from tests.strategies.test_parity import FlatSGD, Searches, half
 
 
 class LossBackward(Manual):
@@ -42,41 +42,39 @@ class Hidden(Net):
         return torch.optim.SGD([*self.parameters(), *self.hidden], 0.1)
 
 
-class EditsData(Net):
-    """A momentum teacher, by `.data`."""
+class LateParameter(Net):
+    """A head in a plain list joins the optimizer in the second epoch."""
 
-    def loss(self, batch: Any) -> Tensor:
-        if self.global_step >= 2:
-            self.net[2].bias.data.mul_(0.999)
-        return super().loss(batch)
+    def __init__(self):
+        super().__init__()
+        self.heads = []
+
+    def on_train_epoch_start(self):
+        if self.current_epoch == 1:
+            self.heads.append(nn.Linear(8, 3).double())
+            self.optimizers().add_param_group({"params": [*self.heads[0].parameters()]})
+
+    def loss(self, batch):
+        y = self.net(batch[0]) + sum(head(batch[0]) for head in self.heads)
+        return F.cross_entropy(y, batch[1])
 
 
-class EditsLate(Net):
-    def loss(self, batch: Any) -> Tensor:
-        loss = super().loss(batch)
-        if self.global_step == 10:
-            with torch.no_grad():
-                self.net[2].bias.mul_(0.999)
-        return loss
+class WideGradient(Net):
+    """Gradients of float32 for weights of bfloat16."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+        self.scale.grad_dtype = torch.float32
+
+    def loss(self, batch):
+        return F.cross_entropy(self.net(batch[0]) * self.scale, batch[1])
 
 
 class EditsByRank(Net):
     def on_train_epoch_end(self) -> None:
         with torch.no_grad():
             self.net[2].bias[1] += 1e-15 * rank()
-
-
-class FollowsSteps(Net):
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = self.loss(batch)
-        self.log("loss", loss, sync_dist=True)
-        return loss
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD(self.parameters(), 0.1)
-        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
-        told = {"scheduler": scheduler, "interval": "step", "monitor": "loss"}
-        return [optimizer], [told]
 
 
 class GathersParts(Net):
@@ -91,15 +89,17 @@ class Draws(Net):
         torch.rand(rank() + 1)
 
 
-class ZeroesLate(Manual):
-    """What it zeroes has been put aside when the window began."""
+class FlatByHand(Manual):
+    """Local gradients are added to views of an optimizer's flat gradient."""
 
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizer: Any = self.optimizers()
-        with optimizer.toggle_model(sync_grad=batch_idx % 2 == 1):
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        with optimizer.toggle_model(sync_grad=False):
             self.manual_backward(self.loss(batch))
-        if batch_idx % 2 == 1:
-            optimizer.step()
+
+    def configure_optimizers(self):
+        return FlatSGD(self.parameters())
 
 
 class Returns(Net):
@@ -115,52 +115,42 @@ class Returns(Net):
         return self.make(loss) if rank() or self.num_steps == 2 else loss
 
 
-def in_one(make: Any, said: str, **options: Any) -> Case:
-    return Case(make, lambda: options, said, in_one=(2,), in_two=())
+class WeighsSome(Net):
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        return {"loss": loss, "weight": 1.0} if batch_idx == 1 else loss
 
 
-def in_two(make: Any, said: str, arguments: Any = dict) -> Case:
-    return Case(make, arguments, said, in_one=())
+def refused(make, said, **options):
+    return Case(make, lambda: options, said)
 
 
-ONE_REPLICA = "need one replica per process: leave out `replicas`"
+NOT_SYNCED = "An optimizer has a parameter that is not a parameter of the module"
 ALL_OR_NONE = "all of an update need one, or none"
 CASES = {
-    "manual optimization": in_one(Manual, ONE_REPLICA),
-    "own backward": in_one(OwnBackward, ONE_REPLICA),
-    "sync_batchnorm": in_one(Net, ONE_REPLICA, sync_batchnorm=True),
-    "sparse": in_one(Sparse, "use nn.Embedding(sparse=False)"),
-    "hidden": in_one(Hidden, "An optimizer has a parameter that the module does not have"),
-    "edited weights, by .data": in_one(EditsData, "`training_step` edits weights"),
-    "edited weights": in_one(EditsLate, "`training_step` edits weights"),
-    "edited buffers": in_one(Averages, "A hook has edited buffers within an update"),
-    "edited buffers of a window": in_one(  # each replica has its own there
-        Decays, "A hook has edited buffers within an update", accumulate_grad_batches=2
+    "sparse": refused(Sparse, "use nn.Embedding(sparse=False)"),
+    "hidden": refused(Hidden, NOT_SYNCED),
+    "late": refused(LateParameter, NOT_SYNCED),
+    "wide gradient": refused(
+        WideGradient, "A gradient of torch.float32 for a parameter of torch.bfloat16", **half()
     ),
-    "edited gradients": in_one(
-        HalvesGradients, "A hook has edited gradients", accumulate_grad_batches=3
-    ),
-    "a scheduler of every step": in_one(FollowsSteps, ONE_REPLICA),
-    "SyncBatchNorm": in_one(
-        lambda: Net(nn.Sequential(nn.Linear(8, 16), nn.SyncBatchNorm(16), nn.Linear(16, 3))),
-        ONE_REPLICA,
-    ),
-    "no loss": in_one(lambda: Returns(lambda loss: None), "every shard needs a loss"),
-    "a weight": in_one(lambda: Returns(lambda loss: {"loss": loss, "weight": 1.0}), ALL_OR_NONE),
-    "replicas": in_two(
-        Net, "replicas=3 must be a multiple of the 2 processes", lambda: {"replicas": 3}
-    ),
-    "old gradients": in_two(ZeroesLate, "call `zero_grad()` of every optimizer right after its"),
-    "loss.backward()": in_two(LossBackward, "in the place of `self.manual_backward(loss)`"),
-    "weight 0": in_two(lambda: Returns(lambda loss: {"loss": loss, "weight": 0.0}), ALL_OR_NONE),
-    "random numbers by rank": in_two(Draws, "draws other random numbers"),
-    "edited by rank": in_two(EditsByRank, "net.2.bias of process 1 is not that of process 0"),
-    "parts": in_two(GathersParts, "all_gather of tensors of different shapes"),
-    "LBFGS": in_two(Searches, "LBFGS decides by the loss"),
-    "another Trainer": in_two(
+    "some weights": refused(WeighsSome, ALL_OR_NONE, accumulate_grad_batches=2),
+    "flat gradient": refused(FlatByHand, "if gradients are views of a larger tensor"),
+    "loss.backward()": refused(LossBackward, "instead of `self.manual_backward(loss)`"),
+    "weight 0": refused(lambda: Returns(lambda loss: {"loss": loss, "weight": 0.0}), ALL_OR_NONE),
+    "random numbers by rank": refused(Draws, "the random state of process"),
+    "edited by rank": refused(EditsByRank, "net.2.bias of process 1 differs from process 0"),
+    "parts": refused(GathersParts, "all_gather of tensors of different shapes"),
+    "LBFGS": refused(Searches, "LBFGS is not supported with several replicas"),
+    "another Trainer": Case(
         Net,
-        "This Trainer wants 1 of 2 processes",
         lambda: {"devices": 1, "strategy": make_strategy()},
+        "This Trainer wants 1 of 2 processes",
+    ),
+    "processes": Case(
+        Net,
+        lambda: {"strategy": make_strategy(replicas=4)},
+        "replicas=4: start 4 processes (--nproc-per-node=4), not 2.",
     ),
 }
 
@@ -170,15 +160,26 @@ def test_refused_in_one_line(name: str, in_two_processes: Callable) -> None:
     check(__name__, name, in_two_processes)
 
 
-def test_wrong_options() -> None:
-    with pytest.raises(ValueError, match="replicas=-1: needed is a count of at least 1"):
+def test_wrong_options():
+    with pytest.raises(ValueError, match="replicas=-1: must be a positive integer"):
         ManualAllreduceStrategy(replicas=-1)
-    with pytest.raises(ValueError, match="allreduce=3: needed is a function"):
-        ManualAllreduceStrategy(allreduce=3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="allreduce=3: must be a callable"):
+        ManualAllreduceStrategy(allreduce=3)
+    with pytest.raises(MisconfigurationException, match="replicas=3 must be a multiple of 2 dev"):
+        new_trainer(strategy=ManualAllreduceStrategy(replicas=3), devices=2)
 
 
-def test_one_process_needs_no_launcher_and_no_group() -> None:
-    trainer = new_trainer(replicas=2)
+@pytest.mark.parametrize("replicas", [2, None])
+def test_replicas_share_no_gpu(replicas):
+    devices = ["cuda:0"] if replicas else ["cuda:1", "cuda:1"]
+    strategy = ManualAllreduceStrategy(replicas=replicas, parallel_devices=devices)
+    strategy.cluster_environment = LightningEnvironment()
+    with pytest.raises(MisconfigurationException, match="2 replicas on 1 GPUs: NCCL supports one"):
+        strategy._configure_launcher()
+
+
+def test_one_process_needs_no_launcher_and_no_group():
+    trainer = new_trainer(strategy=make_strategy(replicas=1))
     assert trainer.strategy.launcher is None and trainer.world_size == 1
-    fit(replicas=2)
+    fit(strategy=make_strategy())
     assert not dist.is_initialized()

@@ -73,18 +73,17 @@ def by_hand(window: int) -> dict[str, Tensor]:
     return net.state_dict()
 
 
-def weighted(make: Any = Weighted, window: int = 1, **runs: Any) -> Case:
+def weighted(make: Any = Weighted, window: int = 1) -> Case:
     """With how many batches per window; an epoch has six."""
-    runs = {"in_one": (1, 4), "in_two": (2, 4), **runs}
     options = {"accumulate_grad_batches": window}
     expected = lambda: (by_hand(window), {})  # noqa: E731
-    return Case(make, lambda: {"data": loader(), **options}, expected=expected, **runs)
+    return Case(make, lambda: {"data": loader(), **options}, expected=expected)
 
 
 CASES = {
     "one batch": weighted(),
     "a window": weighted(window=4),
-    "manual optimization": weighted(WeightedManual, in_one=(), in_two=(2,)),
+    "manual optimization": weighted(WeightedManual),
 }
 CASES["two passes"] = CASES["manual optimization"]._replace(
     make=WeightedPasses, expected=lambda: (by_passes(), {})
@@ -105,6 +104,8 @@ def test_losses() -> None:
     for wrong in (torch.ones(2), {"loss": 3.0}, 3.0, [loss]):
         with pytest.raises(MisconfigurationException, match="must be a tensor of one number"):
             split_loss(wrong)
+    with pytest.raises(MisconfigurationException, match=r"^The weight of a loss has 8 numbers: "):
+        split_loss({"loss": loss, "weight": torch.ones(8)})
     for number in (-1, float("nan"), float("inf")):
         with pytest.raises(MisconfigurationException, match="must be 0 or more"):
             split_loss({"loss": loss, "weight": number})

@@ -1,0 +1,184 @@
+"""Sums the gradients of an update over all replicas, with one control message."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+
+from lightning_mgpu.processes.consistency import ConsistencyCheck, crc_of
+from lightning_mgpu.processes.ends import drop_group
+from lightning_mgpu.processes.meeting import Meeting
+from lightning_mgpu.routes.buckets import Gradients
+from lightning_mgpu.routes.reducer import BucketReducer, SyncBucket
+from lightning_mgpu.routes.schedules import all_gather_bytes
+from lightning_mgpu.routes.transport import Transport
+from lightning_mgpu.strategies.buffers import read_buffers, write_buffers
+
+BUFFERS, CONTROL = "buffers", "control message"  # keys of their schedules
+
+
+class GradientSync:
+    """The gradients and buffers of one `fit`. A failed one's messages belong to no other.
+
+    Args:
+        module: Its parameters may change between updates.
+        meeting: Exchanges control messages.
+        consistency: What these compare, beside the parameters.
+        sync_bucket: Makes the message schedule of a bucket.
+        is_elementwise: Whether the allreduce may be called on slices of a bucket.
+        cap: Bytes after which a bucket is full; 0 means one bucket per dtype.
+        in_memory: Whether gradients are summed in shared memory, if there is some.
+        waits: Whether all messages wait for the control message, as between GPUs: a process that
+            fails before it would leave the others in a kernel.
+        overlaps: Whether buckets are sent during the backward pass.
+    """
+
+    found_nonfinite = False  # whether a schedule of any process has replaced non-finite values
+
+    def __init__(
+        self,
+        module: nn.Module,
+        meeting: Meeting,
+        consistency: ConsistencyCheck,
+        sync_bucket: SyncBucket,
+        *,
+        is_elementwise: bool,
+        cap: float,
+        in_memory: bool,
+        waits: bool,
+        overlaps: bool,
+    ) -> None:
+        self.module, self.meeting, self.consistency = module, meeting, consistency
+        self.waits, self.overlaps = waits, overlaps and cap > 0
+        timeout = timedelta(seconds=2 * meeting.timeout)
+        self.group = dist.new_group(timeout=timeout) if meeting.size > 1 else None
+        self.transport = Transport(meeting, self.group)
+        args = cap, self.transport, sync_bucket, is_elementwise, in_memory
+        self._make_reducer = lambda layout: BucketReducer(layout, *args)
+        self._reducer: Any = None  # the `BucketReducer` of the current layout
+        self.layout: dict[Tensor, Any] = {}
+        self.num_buffer_bytes = sum(b.nbytes for b in module.buffers())
+
+    def reduce(
+        self, gradients: Gradients, purpose: str, invariants: Mapping[str, int], buffers: bool
+    ) -> Gradients:
+        """The sums of gradients over all replicas.
+
+        Args:
+            gradients: Of this replica. Those that were not sent during the backward pass are sent.
+            purpose: A name for the control message.
+            invariants: What it compares, by name, beside the parameters.
+            buffers: Whether the module's buffers are also synchronized.
+
+        Returns:
+            The sums, for parameters of which any replica has a gradient.
+        """
+        with self.meeting.span("sums"):
+            while True:
+                row = self._start(gradients, invariants, buffers)
+                flags = self._read_flags(self.meeting.gather(row, purpose))
+                if not flags[0]:
+                    sums = self._take_sums(self._reducer.finish(gradients), flags)
+                    return sums | {p: g for p, g in gradients.items() if not p.numel()}
+                self._reducer.finish({})  # a hook edited gradients that were in flight
+
+    def send(self, gradients: Gradients, invariants: Mapping[str, int]) -> None:
+        """Send gradients and a control message, and return at once. `receive` gets the sums."""
+        row = torch.from_numpy(self._start(gradients, invariants))
+        self.transport.start(CONTROL, all_gather_bytes(row, self.meeting.size))
+
+    def receive(self) -> Gradients:
+        """The sums of the gradients that were sent."""
+        results = self._reducer.finish({})
+        return self._take_sums(results, self._read_flags(results[CONTROL].numpy()))
+
+    def _start(
+        self, gradients: Gradients, invariants: Mapping[str, int], buffers: bool = False
+    ) -> np.ndarray:
+        """Send the gradients that were not sent yet. Returns the control message."""
+        self._renew_reducer()
+        for p, g in gradients.items():
+            if g.layout != torch.strided:
+                raise MisconfigurationException("Sparse gradients: use nn.Embedding(sparse=False).")
+            if g.dtype != p.dtype:
+                raise MisconfigurationException(
+                    f"A gradient of {g.dtype} for a parameter of {p.dtype} is not supported: leave "
+                    "`grad_dtype` as it is."
+                )
+        reducer, layout = self._reducer, self._reducer.layout
+        is_edited = reducer.is_edited(gradients)
+        reducer.start_rest(gradients, self.waits)
+        if buffers and self.num_buffer_bytes:
+            self._start_buffers()
+        found_nonfinite = any(bucket.found_nonfinite for bucket in reducer.buckets)
+        payload = np.packbits([is_edited, found_nonfinite, *(p in gradients for p in layout)])
+        trained = crc_of([p.requires_grad for p in layout])
+        return self.consistency.pack({"parameters": trained, **invariants}, payload)
+
+    def _read_flags(self, rows: np.ndarray) -> list[bool]:
+        """Of any process: is one edited, has one non-finite values, has each parameter one."""
+        payloads: Any = self.consistency.verify(rows)
+        flags: Any = np.unpackbits(payloads, axis=1, count=2 + len(self._reducer.layout))
+        return flags.any(axis=0).tolist()
+
+    def _take_sums(self, results: dict[Any, Any], flags: list[bool]) -> Gradients:
+        _, self.found_nonfinite, *has_gradient = flags
+        if BUFFERS in results:
+            write_buffers(self.module, results[BUFFERS])
+        buckets, layout = self._reducer.buckets, self._reducer.layout
+        sums = {p: X for bucket in buckets for p, X in zip(bucket.parameters, results[bucket])}
+        return {p: sums[p] for p, is_present in zip(layout, has_gradient) if is_present}
+
+    def sync_buffers(self) -> None:
+        """Synchronize the module's buffers by messages of their own."""
+        if self.num_buffer_bytes and self.meeting.size > 1:
+            self._start_buffers()
+            self.meeting.gather(np.zeros(1, np.uint8), BUFFERS)
+            write_buffers(self.module, self.transport.finish()[BUFFERS])
+
+    def _start_buffers(self) -> None:
+        """After the control message: gloo would abort a process that is somewhere else."""
+        row = read_buffers(self.module, self.num_buffer_bytes)
+        self.transport.start(BUFFERS, all_gather_bytes(row, self.meeting.size), waits=True)
+
+    def _renew_reducer(self) -> None:
+        """Make a new one, if parameters have changed since the last update."""
+        layout = self.get_layout()
+        if self._reducer is None or self._reducer.layout != layout:
+            if self._reducer is not None and self._reducer.num_started:
+                raise RuntimeError("A hook of a backward pass may not change `requires_grad`.")
+            row = self.consistency.pack({"parameters": crc_of([*layout.values()])})
+            self.consistency.verify(self.meeting.gather(row, "new parameters"))
+            self.transport.memory.clear()
+            self._reducer = self._make_reducer(layout)
+
+    @contextmanager
+    def during_backward(self) -> Iterator[None]:
+        """In this context, a backward pass sends each bucket as soon as its gradients are ready.
+
+        It sends none in the first update, nor in one with a new layout of parameters.
+        """
+        reducer = self._reducer if self.overlaps else None
+        if reducer is None or not reducer.sends_messages or reducer.layout != self.get_layout():
+            yield
+        else:
+            with reducer.overlapping_backward():
+                yield
+
+    def get_layout(self) -> dict[Tensor, Any]:
+        """Parameters that require a gradient, or did once, and what must be identical of each."""
+        self.layout = {
+            p: (name, p.dtype, p.shape, p.stride())
+            for name, p in self.module.named_parameters()
+            if p.numel() and (p.requires_grad or p.grad is not None or p in self.layout)
+        }
+        return self.layout
+
+    def close(self, is_interrupted: bool) -> None:
+        drop_group(self.group, is_interrupted)
