@@ -42,10 +42,14 @@ def main(cli: Any = None) -> None:
         print(text, end="")
         return
     # these import torch, which takes seconds
+    from lightning.pytorch.utilities.rank_zero import rank_zero_only
+
     from lightning_mgpu.cli.errors import TRACEBACK_FLAG, one_line_errors
     from lightning_mgpu.cli.training_cli import run_trainer
     from lightning_mgpu.runs.record import stop_on_signals
 
+    if getattr(rank_zero_only, "rank", 0) == 0:  # until Lightning sets it: of another machine?
+        rank_zero_only.rank = int(os.environ.get("NODE_RANK", 0))  # type: ignore[attr-defined]
     with one_line_errors(TRACEBACK_FLAG in args):
         hide_messages()
         sys.path.insert(0, os.getcwd())  # one's own models are found here, as by `python -m`
@@ -55,7 +59,7 @@ def main(cli: Any = None) -> None:
             raise UsageError(f"no subcommand {subcommand!r}: take {', '.join(subcommands())}")
         if subcommand in TRAINER_SUBCOMMANDS:
             run_trainer(subcommand, others, cli)
-        elif cli and program() == PACKAGE and subcommand in ("network", "sweep"):
+        elif cli and program() == PACKAGE and subcommand in ("benchmark", "network", "sweep"):
             fix = "call main(cli=...) in a package's __main__.py"
             raise UsageError(f"{subcommand} would start {command()}, without your cli: {fix}")
         else:

@@ -2,8 +2,9 @@
 
     python -m lightning_mgpu network --machines 2 --delay_ms 20 --mbit 100 fit [options]
 
-A machine has one CPU process, which reaches the other machines and nothing else. At the end a table
-says what each has sent, and how long a step took and waited, without the first 32.
+A machine has one CPU process, or several with `--trainer.strategy.replicas`. They reach the other
+machines and nothing else. At the end a table shows what each machine has sent, and how long a step
+took and waited, without the first 32.
 """
 
 import json
@@ -93,13 +94,15 @@ def fit(args: Namespace, file: IO[bytes]) -> int:
     line += ["--trainer.accelerator=cpu", *args.options]
     if not any(option.startswith("--resume") for option in args.options):  # else the run has it
         line.append(f"--trainer.callbacks+={clock.__name__}.StepClock")
-    threads = str(max(1, len(os.sched_getaffinity(0)) // args.machines))
+    option = "--trainer.strategy.replicas="
+    replicas = [each.partition("=")[2] for each in args.options if each.startswith(option)]
+    num_processes = int(replicas[-1]) if replicas and replicas[-1].isdigit() else args.machines
+    threads = str(max(1, len(os.sched_getaffinity(0)) // max(num_processes, 1)))
     usual = {"OMP_NUM_THREADS": threads, "WANDB_MODE": "offline", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    ranks = {"WORLD_SIZE": str(args.machines), "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
-    ranks |= {"MASTER_ADDR": links.ADDRESSES[0], "MASTER_PORT": "29500"}  # as torchrun sets them
-    ranks |= {"TORCHELASTIC_RUN_ID": "network", "GLOO_SOCKET_IFNAME": links.DEVICE}
+    # Lightning's launcher starts the processes of each machine
+    main = {"MASTER_ADDR": links.ADDRESSES[0], "MASTER_PORT": "29500"}
     own = {clock.CLOCK: str(file.fileno()), clock.NETWORK: json.dumps(network)}
-    env = {**usual, **os.environ, **ranks, **own}
+    env = {**usual, **os.environ, **main, **own, "GLOO_SOCKET_IFNAME": links.DEVICE}
     with Popen(line, env=env, pass_fds=[file.fileno()], start_new_session=True) as link:
         while link.poll() is None:
             try:

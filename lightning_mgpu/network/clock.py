@@ -1,4 +1,7 @@
-"""Times the steps of a training run, counts the bytes that its machine sends, and slows it down."""
+"""Times the steps of a training run, counts the bytes that its machine sends, and slows it down.
+
+The first process of each machine writes what it measures.
+"""
 
 import json
 import os
@@ -32,13 +35,16 @@ class StepClock(Callback):
         if self.meeting:
             self.meeting.spans = self.spans
         network = json.loads(os.environ[NETWORK])
-        self.slow, self.slept_at = network["slow"][trainer.global_rank], self.cpu_seconds()
+        self.slow, self.slept_at = network["slow"][trainer.node_rank], self.cpu_seconds()
+        self.machine = trainer.node_rank if trainer.local_rank == 0 else None
         for record in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(record, RunRecord) and record.lock is not None:
                 record.write(network=network)
                 self.write("run", record.run_dir)
 
     def write(self, *values: Any) -> None:
+        if self.machine is None:
+            return
         os.write(self.file, (" ".join(map(str, values)) + "\n").encode())
 
     def cpu_seconds(self) -> float:
@@ -81,11 +87,11 @@ class StepClock(Callback):
         self.before, before, self.sent = now, self.sent, bytes_sent()
         every = trainer.accumulate_grad_batches * (getattr(trainer.strategy, "every", 0) or 1)
         columns = args[3], *times[:3], self.sent - before, *times[3:], every
-        self.write("step", trainer.global_rank, *columns)
+        self.write("step", self.machine, *columns)
         self.num_steps += 1
         is_drawn = WARM_UP < self.num_steps <= WARM_UP + max(3, every + 1)
         for span in [*self.spans] if is_drawn else ():
-            self.write("span", trainer.global_rank, *span)
+            self.write("span", self.machine, *span)
         self.spans.clear()
 
 

@@ -105,7 +105,7 @@ def run(delays: list[float], rates: list[float], faster: float, command: list[st
     options: Any = {"preexec_fn": lambda: call(*END_WITH_PARENT), "close_fds": False}
     for machine, output in enumerate(outputs):
         tuns.append(enter_machine(machine, faster))
-        options["env"] = {**os.environ, **dict.fromkeys(("RANK", "GROUP_RANK"), str(machine))}
+        options["env"] = {**os.environ, "NODE_RANK": str(machine)}
         files: Any = {"stdout": output, "stderr": output} if machine else {}
         workers.append(subprocess.Popen(command, **files, **options))
     signal.signal(signal.SIGINT, lambda *_: workers[0].send_signal(signal.SIGINT))

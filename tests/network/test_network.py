@@ -37,7 +37,7 @@ ON_ONE = ("--trainer.accelerator=cpu", "--trainer.num_nodes=1", "--trainer.devic
 # machine 0 times round trips and then pieces of 2 MB; machine 1 sends back, and then sends
 TALK = """
 import json, os, socket, time
-if os.environ["RANK"] == "0":
+if os.environ["NODE_RANK"] == "0":
     peer = socket.create_server(("10.0.0.1", 5000)).accept()[0]
     times = []
     for _ in range(10):
@@ -120,7 +120,7 @@ def test_a_slow_machine_sleeps_as_long_as_it_computes(monkeypatch: pytest.Monkey
     monkeypatch.setattr(clock.time, "thread_time", lambda: meeting.cpu_seconds_in_wait + 7)
     meeting = mock.MagicMock(cpu_seconds_in_wait=0.0, seconds_in_wait=0.0)
     strategy = mock.MagicMock(meeting=meeting, every=1)
-    trainer: Any = mock.MagicMock(global_rank=1, callbacks=[], strategy=strategy)
+    trainer: Any = mock.MagicMock(node_rank=1, local_rank=0, callbacks=[], strategy=strategy)
     trainer.accumulate_grad_batches = 1
     step_clock = clock.StepClock()
     step_clock.on_train_start(trainer, mock.MagicMock())
@@ -148,13 +148,15 @@ def test_a_link_has_the_delay_and_the_rate(machines: None) -> None:
 
 def test_statuses_and_last_lines(machines: None) -> None:
     """Of the first machine that fails; those of one that is ended do not count."""
-    script = "echo from $RANK; [ $RANK = 0 ] || exit $RANK"
+    script = "echo from $NODE_RANK; [ $NODE_RANK = 0 ] || exit $NODE_RANK"
     done = run_on_links(1, "0,0,0", "100,100,100", "sh", "-c", script)
     assert done.returncode == 1
     assert "machine 1, exit status 1:\n  from 1\nmachine 2, exit status 2:\n" in done.stdout
-    done = run_on_links(1, "0,0", "100,100", "sh", "-c", "[ $RANK = 1 ] || exit 3; sleep 60")
+    done = run_on_links(1, "0,0", "100,100", "sh", "-c", "[ $NODE_RANK = 1 ] || exit 3; sleep 60")
     assert done.returncode == 3 and "machine " not in done.stdout
-    done = run_on_links(1, "0,0", "100,100", "sh", "-c", "[ $RANK = 1 ] || kill -9 $$; sleep 60")
+    done = run_on_links(
+        1, "0,0", "100,100", "sh", "-c", "[ $NODE_RANK = 1 ] || kill -9 $$; sleep 60"
+    )
     assert done.returncode == 137 and "machine 0, exit status -9 (SIGKILL):" in done.stdout
 
 
@@ -205,6 +207,7 @@ def test_two_machines(command: Any, machines: None) -> None:
 
 def test_the_command_of_the_page(main: Callable[..., int], monkeypatch: Any, capsys: Any) -> None:
     """The command takes it, and `fit` takes what the command adds."""
+    pytest.importorskip("lightning_mgpu.exchanges")  # the page of these, which can be deleted
     page = (REPOSITORY / "docs" / "exchanges.md").read_text()
     lines = re.findall("^python -m lightning_mgpu (network .*)", page, flags=re.MULTILINE)
     monkeypatch.setattr(cli, "Popen", started := mock.MagicMock())
