@@ -45,7 +45,6 @@ RANGES = {  # the smallest and the largest value of an option, where Lightning a
     "num_steps": (1, 10**9),
     "repeats": (1, 10**6),
     "replicas": (1, 4096),
-    "sizes": (1e-6, 10**5),
     "slow": (1, 10**4),
 }
 

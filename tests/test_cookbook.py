@@ -1,6 +1,6 @@
 """Every block of docs/cookbook.md, in its order, in one process and on the tiny dataset.
 
-Only the limits of a short run are appended; two devices become two replicas of this process.
+Only the limits of a short run are appended; two devices become one.
 Torchvision's file of weights is one of random numbers.
 """
 
@@ -37,7 +37,7 @@ SHORTER = {  # the page names such crops, too
     "PRETRAINED.transforms()": "PRETRAINED.transforms(crop_size=64, resize_size=64)",
 }
 PRETRAINED = ResNet18_Weights.DEFAULT
-TWO_REPLICAS = ["--trainer.devices=1", "--trainer.strategy.replicas=2"]
+ONE_DEVICE = ["--trainer.devices=1"]
 
 
 @pytest.fixture
@@ -70,6 +70,7 @@ def test_every_block_runs(
         if words[0].endswith(".py"):
             monkeypatch.setattr(sys, "argv", words)
             runpy.run_path(str(kitchen / words[0]))
+            outputs.append(capfd.readouterr().out)
             continue
         assert words[:2] == ["-m", "lightning_mgpu"]
         options = [*SHORT, *LIMITS] if words[2] == "fit" else []
@@ -77,11 +78,11 @@ def test_every_block_runs(
         if "my_finetuning.yaml" in words:
             is_head = "--trainer.max_epochs=2" in words
             options += ["--data.batch_size=4", f"--trainer.max_epochs={1 if is_head else 2}"]
-            options += TWO_REPLICAS
+            options += ONE_DEVICE
         elif words[2] == "fit":
             options += [f"--data.root={root}", "--data.val_size=101"]
         if "--trainer.devices=2" in words:
-            options += TWO_REPLICAS
+            options += ONE_DEVICE
         assert main(*words[2:], *options) == 0, line
         outputs.append(capfd.readouterr().out)
     monkeypatch.setattr(sys, "argv", ["curves.py", "runs/first", "runs/weights"])  # of docs/runs.md
@@ -92,6 +93,7 @@ def test_every_block_runs(
     assert [row["file"] for row in rows] == [f"images/{i}.png" for i in range(5)]
     assert sum("model:    FineTuned" in out for out in outputs) == 3
     assert sum("testing epoch 1: val_f1" in out for out in outputs) >= 1
+    assert any(re.search(r"ring +\| +\d+\.\d +\| +\d+\.\d", out) for out in outputs), "times"
     pretrained = PRETRAINED.get_state_dict()
     for run, is_equal in (("head", True), ("weights", False), ("sampler", False)):
         path = kitchen / "runs" / run / "checkpoints" / "last.ckpt"
@@ -121,4 +123,4 @@ def run_notebook(code: str, root: Path) -> None:
     code = code.replace("batch_size=256", f"batch_size=256, root={str(root)!r}, val_size=101")
     namespace: dict[str, Any] = {}
     exec(code, namespace)
-    assert namespace["trainer"].strategy.num_replicas == 2
+    assert namespace["trainer"].strategy.shares == [1, 1]

@@ -1,5 +1,6 @@
 """The subcommands, and `--help`: the options people use first, on one screen, without a parser."""
 
+import re
 from importlib.util import find_spec
 
 from lightning_mgpu import __version__
@@ -7,8 +8,8 @@ from lightning_mgpu.tools import command
 
 TRAINER_SUBCOMMANDS = ("fit", "validate", "test", "predict")  # the LightningCLI's
 TOOLS = {  # the functions that the others call with their arguments
-    "sweep": "lightning_mgpu.sweep.cli:sweep_command",
-    "benchmark": "lightning_mgpu.benchmark.cli:benchmark_command",
+    "sweep": "lightning_mgpu.sweep:sweep_command",
+    "benchmark": "lightning_mgpu.benchmark:benchmark_command",
     "runs": "lightning_mgpu.cli.list_runs:runs_command",
     "new": "lightning_mgpu.new_project.cli:new_command",
     "allreduce": "lightning_mgpu.drawing.cli:allreduce_command",
@@ -46,8 +47,9 @@ subcommands: {subcommands}; SUBCOMMAND --help shows the options of one
 
 
 def subcommands() -> tuple[str, ...]:
-    """Those that are there: one whose directory of the package was deleted is not offered."""
-    tools = [name for name, path in TOOLS.items() if find_spec(path.rpartition(".")[0])]
+    """Subcommands whose file or directory of the package has not been deleted."""
+    parts = {name: re.match(r"\w+\.\w+", path) for name, path in TOOLS.items()}
+    tools = [name for name, part in parts.items() if part and find_spec(part[0])]
     return (*TRAINER_SUBCOMMANDS, *tools)
 
 

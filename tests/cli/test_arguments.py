@@ -120,9 +120,10 @@ def test_help_does_not_wait_for_torch(command: Any) -> None:
         assert "lightning_mgpu.cli.main" in err and "torch" not in err
 
 
-def test_a_directory_that_was_deleted_is_not_offered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(cli_help.TOOLS, "gone", "lightning_mgpu.no_such_directory.cli:command")
-    assert {"fit", "runs"} <= {*subcommands()} and "gone" not in subcommands()
+@pytest.mark.parametrize("module", ["no_such_directory.cli", "no_such_file"])
+def test_what_was_deleted_is_not_offered(module, monkeypatch):
+    monkeypatch.setitem(cli_help.TOOLS, "gone", f"lightning_mgpu.{module}:command")
+    assert {"fit", "runs", "benchmark"} <= {*subcommands()} and "gone" not in subcommands()
 
 
 def test_a_limit_of_one_batch_is_told() -> None:

@@ -60,12 +60,13 @@ MISTAKES = {  # a command line, and what its lines must say
     "fit --trainer.accelerator=gpu": ("No supported gpu backend found",),
     "fit --trainer.devices=two": ("--trainer.devices=two: a number",),
     "fit --config=experiment/lenet_fast.yaml": ("No module named 'timm': pip install timm",),
-    f"fit {SMALL} --trainer.strategy=manual_allreduce --trainer.strategy.replicas=2 "
-    "--trainer.strategy.allreduce=math.fsum": (
-        "allreduce math.fsum of 2 tensors raised ValueError",
+    f"fit {SMALL} --trainer.strategy=manual_allreduce --trainer.strategy.allreduce=math.fsum": (
+        "allreduce math.fsum of 1 tensors raised ValueError",
     ),
+    f"fit {SMALL} --trainer.strategy=manual_allreduce --trainer.devices=2 "
+    "--trainer.strategy.replicas=3": ("replicas=3 must be a multiple of 2 devices",),
     "fit --trainer.strategy=manual_allreduce --trainer.strategy.bucket_cap_mb=-1": (
-        "error: bucket_cap_mb=-1.0: needed is a number of MB",
+        "error: bucket_cap_mb=-1.0: must be a number of MB",
     ),
     f"fit {SMALL} --output.test=false --data.val_size=0": (
         "--output.test=false: but the data val",

@@ -4,6 +4,7 @@ import re
 import runpy
 from collections.abc import Callable
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -60,9 +61,11 @@ SAYS = {
     "fit --trainer.max_epoch=3": "did you mean --trainer.max_epochs?",
     "fit --config sweep/learnin_rate.yaml": "no such file, here or in",
     "fit --config experiment/lenet_book.yaml --print_config": "lightning_mgpu.models.LeNet",
-    "sweep --help": "python -m stars sweep --config",
     "runs --help": "python -m stars runs --csv",
 }
+if find_spec("lightning_mgpu.sweep"):  # which can be deleted
+    SAYS["sweep --help"] = "python -m stars sweep --config"
+FEW = ("--trainer.accelerator=cpu", "--trainer.devices=1", "--data.num_train=1000")
 
 
 def test_the_command_line_is_its_own(stars: Callable[..., tuple[int, str]]) -> None:
@@ -73,32 +76,32 @@ def test_the_command_line_is_its_own(stars: Callable[..., tuple[int, str]]) -> N
 
 
 @pytest.mark.slow
-def test_it_trains_resumes_and_sweeps(
-    project: Path,
-    main: Callable[..., int],
-    stars: Callable[..., tuple[int, str]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+def test_it_trains_and_resumes(
+    project: Path, stars: Callable[..., tuple[int, str]], tmp_path: Path
 ) -> None:
     """Its own tests train it in a process of its own; all else runs in this one."""
     tests = runpy.run_path(str(project / "tests" / "test_stars.py"))
     tests["test_the_model_takes_images"]()
     tests["test_an_epoch_is_every_sample_once"]()
     tests["test_fit_learns"](tmp_path / "learns")
-    few = ("--trainer.accelerator=cpu", "--trainer.devices=1", "--data.num_train=1000")
-    status, out = stars("fit", *few, "--run_dir=runs/first", "--trainer.max_epochs=1")
+    status, out = stars("fit", *FEW, "--run_dir=runs/first", "--trainer.max_epochs=1")
     assert status == 0 and "data:     MyData 1,000 train, 1,000 val, 1,000 test" in out
     status, out = stars("fit", "--resume=last", "--trainer.max_epochs=2")
     assert status == 0 and "epoch 2/2" in out and "epoch 1/2" not in out
     assert stars("predict", "--ckpt_path=runs/first/checkpoints/last.ckpt", "--run_dir=p")[0] == 0
     assert "p(row 9)" in Path("p/predictions.csv").read_text()
 
+
+@pytest.mark.slow
+def test_it_sweeps(main, stars, monkeypatch):
+    pytest.importorskip("lightning_mgpu.sweep")  # it can be deleted
+
     def run_here(command: list[str], log: Any) -> int:
         assert command[1:3] == ["-m", "stars"]
         return main(*command[3:], package="stars")
 
-    monkeypatch.setattr("lightning_mgpu.sweep.cli.run_in_group", run_here)
-    status, out = stars("sweep", "--config=sweep/learning_rate.yaml", "--count=1", *few)
+    monkeypatch.setattr("lightning_mgpu.sweep.run_in_group", run_here)
+    status, out = stars("sweep", "--config=sweep/learning_rate.yaml", "--count=1", *FEW)
     assert status == 0 and "trial_000: val_acc " in out, out
 
 
