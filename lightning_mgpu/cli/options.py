@@ -14,12 +14,22 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lightning_mgpu.cli import yaml_files
 from lightning_mgpu.cli.strategy_names import full_path, strategy_config
 from lightning_mgpu.cli.yaml_files import find_config, read_config, read_default_config
 from lightning_mgpu.runs.checkpoints import read_checkpoint
-from lightning_mgpu.runs.directory import CONFIG, config_beside, find_run, flatten, read_run_json
+from lightning_mgpu.runs.directory import (
+    CONFIG,
+    MODEL,
+    RUN_JSON,
+    config_beside,
+    find_run,
+    flatten,
+    read_run_json,
+)
+from lightning_mgpu.runs.resume import find_last
 from lightning_mgpu.tools import UsageError, last_part
 
 STRATEGY = "--trainer.strategy"
@@ -57,7 +67,7 @@ def read_options(subcommand: str, args: Sequence[str]) -> Options:
     if resumed and subcommand != "fit":
         raise UsageError("--resume: only `fit` can go on with a run")
     if resumed:
-        run_dir = find_run(resumed[-1])
+        run_dir = newest_run() if resumed[-1] == "last" else find_run(resumed[-1])
         base = yaml_files.read_run_config(run_dir / CONFIG)
         base.setdefault("weights", read_run_json(run_dir).get("weights"))
     else:
@@ -68,6 +78,21 @@ def read_options(subcommand: str, args: Sequence[str]) -> Options:
             if named and last_part(named) != last_part(base.get(key, {}).get("class_path")):
                 base[key] = {"class_path": named}
     return Options(expand_names(joined, given, base), given, base, run_dir)
+
+
+def newest_run() -> Path:
+    """The newest run in `runs/` that `fit` can resume; prints which, and the newer ones skipped."""
+    begun = [path.parent for path in Path("runs").glob(f"*/{MODEL}")]
+    fits = [path for path in begun if " fit" in read_run_json(path).get("command", "")]
+    for path in sorted(fits, key=lambda path: -(path / RUN_JSON).stat().st_mtime):
+        try:
+            find_last(find_run(str(path)), yaml_files.read_run_config(path / CONFIG), None)
+        except UsageError as error:
+            rank_zero_only(print)(f"--resume=last: skipped: {error}")
+            continue
+        rank_zero_only(print)(f"--resume=last: {path}")
+        return path
+    raise UsageError("--resume=last: no run in runs/ can be resumed")
 
 
 def one_string_per_option(args: Sequence[str]) -> list[str]:

@@ -10,6 +10,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -17,6 +18,7 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, Timer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.serialization import get_unsafe_globals_in_checkpoint
+from torch.utils._pytree import tree_map_only
 
 from lightning_mgpu.seeds import VERSION, seed_generators
 from lightning_mgpu.tools import EXCHANGE, LAST, UsageError, replacing
@@ -67,9 +69,15 @@ class WholeFiles(TorchCheckpointIO):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
     ) -> None:
-        torch.save(checkpoint, content := BytesIO())
+        plain = tree_map_only(
+            (np.float64, np.integer, np.bool_),  # not np.float32: as a float it has other digits
+            lambda number: number.item(),
+            checkpoint,
+            is_leaf=lambda part: hasattr(part, "_metadata"),  # a state_dict, whose copy has none
+        )
+        torch.save(plain, content := BytesIO())
         content.seek(0)
-        if classes := get_unsafe_globals_in_checkpoint(content):  # such as numpy's numbers
+        if classes := get_unsafe_globals_in_checkpoint(content):  # such as NumPy arrays
             raise UsageError(f"{path} could not be read again: it holds objects of {classes}")
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         with replacing(Path(path)) as part:

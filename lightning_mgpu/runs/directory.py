@@ -32,15 +32,10 @@ def name_run_dir(run_dir: str | None, root: str | None, *parts: object) -> Path:
 
 
 def find_run(name: str) -> Path:
-    """The run directory of this name; for `last` that of the `fit` in `runs/` written last."""
-    path = Path(name)
-    if name == "last":
-        runs = [p.with_name(RUN_JSON) for p in Path("runs").glob(f"*/{MODEL}")]  # they have begun
-        fits = [p for p in runs if " fit" in read_run_json(p.parent).get("command", "")]
-        path = max(fits, key=lambda p: p.stat().st_mtime).parent if fits else Path("runs")
-    if not (path / CONFIG).is_file():
-        raise UsageError(f"--resume={name}: {path} is not a run directory, which has a {CONFIG}")
-    return path
+    """The run directory of this name."""
+    if not Path(name, CONFIG).is_file():
+        raise UsageError(f"--resume={name}: not a run directory, which has a {CONFIG}")
+    return Path(name)
 
 
 def lock_run_dir(run_dir: Path) -> int:

@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from lightning.pytorch import Trainer
 from lightning.pytorch.loggers.logger import DummyExperiment, DummyLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
@@ -41,21 +42,28 @@ class NoLogger(DummyLogger):
 class MetricsFile(NoLogger):
     """Writes `metrics.csv`; of a resumed run, rows after `num_steps` go, as they come again.
 
-    `seconds` are those of training with its evaluations, from the last row of a resumed run on.
+    `step` and `epoch` are the Trainer's; a test has no epoch. A value logged under one of these
+    names gets the column `logged_step` or `logged_epoch`. `seconds` are those of training with its
+    evaluations, from the last row of a resumed run on.
     """
 
-    began: float | None = None  # while a fit runs
+    began: float | None = None  # of a fit
 
-    def __init__(self, run_dir: Path, num_steps: int | None) -> None:
+    def __init__(self, trainer: Trainer, num_steps: int | None) -> None:
         super().__init__()
-        self.run_dir = run_dir
+        self.trainer, self.run_dir = trainer, Path(trainer.default_root_dir)
         self.columns: list[str] = []
         self.seconds = 0.0  # before
         if num_steps is not None:
-            rows = [row for row in read_rows(run_dir) if None not in {*row, *row.values()}]  # torn
+            found = read_rows(self.run_dir)
+            rows = [row for row in found if None not in {*row, *row.values()}]  # others are torn
             self.columns = sorted({name for row in rows for name in row})
-            kept = [row for row in rows if int(row["step"] or num_steps) < num_steps]
-            self.seconds = max((float(row.get("seconds") or 0) for row in kept), default=0.0)
+            try:
+                kept = [row for row in rows if int(row["step"] or num_steps) < num_steps]
+                self.seconds = max((float(row.get("seconds") or 0) for row in kept), default=0.0)
+            except (KeyError, ValueError) as error:
+                told = f"step and seconds must be columns of numbers ({error}); move it away"
+                raise UsageError(f"{self.run_dir / FILE}: {told}") from error
             self.rewrite(kept)
 
     @property
@@ -64,8 +72,17 @@ class MetricsFile(NoLogger):
 
     @rank_zero_only
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
-        row = {**metrics, "step": step}
-        if self.began is not None:
+        loop = self.trainer.fit_loop
+        now = {"step": loop.epoch_loop._batches_that_stepped, "epoch": self.trainer.current_epoch}
+        row = {"step": step, **metrics}  # Lightning passes a logged `step` as the argument
+        for name, value in now.items():
+            # a logged number is a float, Lightning's own is not
+            if str(row.get(name, value)) not in (str(value), "None"):
+                row[f"logged_{name}"] = row[name]
+        row |= now
+        if self.trainer.testing:
+            row["epoch"] = None
+        elif self.began is not None:
             row["seconds"] = round(self.seconds + time.monotonic() - self.began, 3)
         if not row.keys() <= {*self.columns}:
             self.columns = sorted({*self.columns, *row})
@@ -114,8 +131,9 @@ def summarize(run_dir: Path, epoch: int | None = None) -> dict[str, float]:
     values: dict[str, float] = {}
     seconds: list[float] = []
     for at, name, value in read_values(run_dir):
+        is_validation = at and epoch in (None, at) and name.startswith("val")  # a test has no epoch
         if name == "epoch_seconds":
             seconds.append(value)
-        elif re.match("test|.*_mb$", name) or (name.startswith("val") and epoch in (None, at)):
+        elif is_validation or re.match("test|.*_mb$", name):
             values[name] = value
     return {**values, **({"seconds_per_epoch": mean(seconds)} if seconds else {})}

@@ -74,7 +74,7 @@ class RunRecord(Callback):
     def begin_files(self, trainer: Trainer) -> str | None:
         """Write `config.yaml` and `run.json`; returns the W&B run of a resumed run."""
         if not (before := read_run_json(self.run_dir)):  # of a resumed run
-            self.write_config()  # the first file, without which no command goes on
+            self.write_text(CONFIG, self.config)  # the first file, without which no command goes on
         run_id: str | None = before.get("wandb_id")
         self.content["options"] = {**before.get("options", {}), **self.content["options"]}
         versions = {name: version(name) for name in ("torch", "lightning", "torchmetrics")}
@@ -87,7 +87,7 @@ class RunRecord(Callback):
         """Add W&B's and `metrics.csv` to the user's loggers: the same in every process."""
         # for processes above the first, as Lightning's fails for `experiment.config.update()`
         fabric_logger._DummyExperiment = NoExperiment  # type: ignore[misc]
-        added: list[Logger] = [MetricsFile(self.run_dir, self.num_steps)]
+        added: list[Logger] = [MetricsFile(trainer, self.num_steps)]
         if any(isinstance(each, WandbLogger) for each in trainer.loggers):
             self.notes["wandb"] = "by --trainer.logger; --wandb.* does not count"
         else:
@@ -110,33 +110,26 @@ class RunRecord(Callback):
         stop_on_signals()  # once more: Lightning has put its own handler in place
         is_first = self.lock is not None and "num_parameters" not in self.content
         if is_first and not trainer.sanity_checking:
-            self.write_config()  # once more, as a resumed run may be a longer one
-            (self.run_dir / MODEL).write_text(f"{pl_module}\n")
+            self.write_text(CONFIG, self.config)  # once more, as a resumed run may be a longer one
+            self.write_text(MODEL, f"{pl_module}\n")
             self.write(num_parameters=count_parameters(pl_module))
 
     on_validation_start = on_test_start = on_predict_start = begin
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.begin(trainer, pl_module)
-        self.set_clock(trainer, time.monotonic())
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.set_clock(trainer, None)
-
-    def set_clock(self, trainer: Trainer, began: float | None) -> None:
         for logger in trainer.loggers:
             if isinstance(logger, MetricsFile):
-                logger.began = began
+                logger.began = time.monotonic()
 
-    def write_config(self) -> None:
-        with replacing(self.run_dir / CONFIG) as part:
-            part.write_text(self.config, encoding="utf-8")
+    def write_text(self, name: str, text: str) -> None:
+        with replacing(self.run_dir / name) as part:
+            part.write_text(text, encoding="utf-8")
 
     def write(self, **values: Any) -> None:
-        """Write `run.json` with these values, too."""
+        """Write `run.json`, with these values added."""
         self.content |= values
-        with replacing(self.run_dir / RUN_JSON) as part:
-            part.write_text(json.dumps(self.content, indent=2, default=str) + "\n")
+        self.write_text(RUN_JSON, json.dumps(self.content, indent=2, default=str) + "\n")
 
     def close(self, trainer: Trainer, error: BaseException | None) -> None:
         """Write how the run ended, close the W&B run and free the directory."""
@@ -148,8 +141,7 @@ class RunRecord(Callback):
         with contextlib.suppress(*(Exception,) if error else ()):
             if isinstance(error, Exception):
                 end |= {"state": "failed", "why": f"{type(error).__name__}: {error}"}
-                with replacing(self.run_dir / "error.log") as part:
-                    part.write_text("".join(traceback.format_exception(error)))
+                self.write_text("error.log", "".join(traceback.format_exception(error)))
             elif error is not None:
                 end |= {"state": "interrupted", "why": "Ctrl-C, SIGTERM or SIGHUP"}
             metrics = summarize(self.run_dir, (best := end["best"]).get("epoch"))

@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from lightning_mgpu.runs.checkpoints import KEY, read_checkpoint
-from lightning_mgpu.runs.directory import flatten
+from lightning_mgpu.runs.checkpoints import END, KEY, read_checkpoint
+from lightning_mgpu.runs.directory import flatten, read_run_json
 from lightning_mgpu.seeds import VERSION
 from lightning_mgpu.tools import LAST, UsageError
 
@@ -24,14 +24,18 @@ def refuse_changes(run_dir: Path, before: dict[str, Any], now: dict[str, Any]) -
             raise UsageError(f"--{key}={new.get(key)}: {told}, or start a new run by --weights")
 
 
-def find_last(
-    run_dir: Path, config: dict[str, Any], max_epochs: int | None
-) -> tuple[str | None, int]:
+def find_last(run_dir: Path, config: dict, max_epochs: int | None) -> tuple[str | None, int]:
     """The `last.ckpt` of a run and its steps; none if it was stopped in its first epoch."""
     path = run_dir / "checkpoints" / LAST
     if not path.exists():
         if flatten(config).get("trainer.enable_checkpointing") is False:
             raise UsageError(f"--resume={run_dir}: it saves no checkpoint (enable_checkpointing)")
+        end = read_run_json(run_dir).get("end") or {}
+        if end.get("epochs") and end.get("state") in ("finished", "stopped"):
+            file = path.with_name(END)
+            use = f"use `test --ckpt_path={file}` or `fit --weights={file}`"
+            fix = use if file.exists() else "start a new run"
+            raise UsageError(f"--resume={run_dir}: it has finished without a {LAST}: {fix}")
         return None, 0
     checkpoint = read_checkpoint(path)
     if checkpoint.get(KEY, {}).get("streams") != VERSION:

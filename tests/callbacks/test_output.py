@@ -26,8 +26,9 @@ def trainer(make_trainer: Callable, tmp_path: Path) -> Callable:
 
     def make(*callbacks: Callback, **options: Any) -> Any:
         (tmp_path / "metrics.csv").unlink(missing_ok=True)
-        ours = {"logger": MetricsFile(tmp_path, None), "enable_checkpointing": True}
-        return make_trainer(callbacks=[*callbacks], **ours, **options)
+        trainer = make_trainer(callbacks=[*callbacks], enable_checkpointing=True, **options)
+        trainer.loggers = [MetricsFile(trainer, None)]
+        return trainer
 
     return make
 

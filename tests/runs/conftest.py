@@ -14,12 +14,13 @@ import os
 import signal
 from typing import Literal
 
+import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningDataModule
 from lightning_mgpu.models.classifier import Classifier
 from torch import nn
 from torch.optim import SGD
-from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau, StepLR
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
 
@@ -29,7 +30,7 @@ class Net(Classifier):
     def __init__(
         self,
         lr: float = 0.1,
-        schedule: Literal["step", "plateau", "cycle"] = "step",
+        schedule: Literal["step", "plateau", "cycle", "numpy"] = "step",
         width: int = 16,
     ) -> None:
         super().__init__()
@@ -62,6 +63,8 @@ class Net(Classifier):
         elif self.schedule == "cycle":
             steps = self.trainer.estimated_stepping_batches
             config = {"scheduler": OneCycleLR(optimizer, 0.1, steps), "interval": "step"}
+        elif self.schedule == "numpy":
+            config = {"scheduler": LambdaLR(optimizer, lambda epoch: np.cos(epoch / 9) ** 2)}
         else:
             config = {"scheduler": StepLR(optimizer, 1, 0.7)}
         return {"optimizer": optimizer, "lr_scheduler": config}
@@ -84,6 +87,20 @@ class Tuned(Net):
 
     def configure_optimizers(self):
         return SGD(self.net[4].parameters(), self.rate)
+
+
+class Axis(Net):
+    """Logs the epoch, as an x axis, and a step."""
+
+    def validation_step(self, batch, batch_idx):
+        super().validation_step(batch, batch_idx)
+        for name in ("epoch", "step"):
+            self.log(name, float(self.current_epoch), sync_dist=True)
+
+
+class TestsByValidation(Net):
+    def test_step(self, batch, batch_idx):
+        return self.validation_step(batch, batch_idx)
 
 
 class Lambda(Net):

@@ -10,7 +10,7 @@ import pytest
 import wandb
 
 from lightning_mgpu.runs.directory import config_beside
-from lightning_mgpu.runs.metrics import summarize
+from lightning_mgpu.runs.metrics import read_points, summarize
 from lightning_mgpu.runs.wandb_run import WandbOptions, start_run
 from tests.runs.conftest import metrics
 
@@ -28,6 +28,29 @@ def test_run_json(run: Path) -> None:
     assert end["best"]["monitor"] == "val_acc" and end["best"]["epoch"] in (1, 2)
     assert end["metrics"] == summarize(run, end["best"]["epoch"])
     assert {"val_acc", "test_acc", "seconds_per_epoch"} < end["metrics"].keys()
+
+
+def test_the_table_has_validations_value_not_the_tests(fit, tmp_path):
+    """A step that logs `val_f1` (1, then 0.9) runs in the test, too (0.8); no best is known."""
+    options = ("--model=own_run.TestsByValidation", "--checkpoint.save_top_k=0", "--run_dir=a")
+    assert fit(*options, "--trainer.max_epochs=2") == 0
+    assert float(metrics(tmp_path / "a")[-1]["val_f1"]) == pytest.approx(0.8)
+    assert summarize(tmp_path / "a")["val_f1"] == pytest.approx(0.9)
+    assert [*read_points(tmp_path / "a")["val_f1"]] == [1, 2]
+
+
+def test_a_logged_epoch_or_step_has_a_column_of_its_own(fit, tmp_path):
+    assert fit("--model=own_run.Axis", "--trainer.max_epochs=2", "--run_dir=a") == 0
+    rows = [row for row in metrics(tmp_path / "a") if row["val_f1"]]
+    names = ("epoch", "step", "logged_epoch", "logged_step")
+    assert [[row[name] for name in names] for row in rows] == [
+        ["0", "6", "0.0", "0"],
+        ["1", "13", "1.0", "1"],
+    ]
+    assert read_points(tmp_path / "a")["val_f1"] == {1: 1.0, 2: pytest.approx(0.9)}
+    assert fit("--model=own_run.Axis", "--run_dir=b", stop="save,2") == 130
+    assert fit("--resume=b", "--trainer.max_epochs=2") == 0  # has no row of the second epoch twice
+    assert metrics(tmp_path / "a") == metrics(tmp_path / "b")
 
 
 def test_loggers_add_to_each_other(fit: Callable[..., int], tmp_path: Path, capfd: Any) -> None:

@@ -42,6 +42,7 @@ def test_stopped_three_times(
         "--trainer.callbacks+=EarlyStopping --trainer.callbacks.monitor=val_mine "
         "--trainer.callbacks.patience=1 --trainer.min_epochs=3 --trainer.max_epochs=6",
         "--model.schedule=cycle --trainer.accumulate_grad_batches=3",
+        "--model.schedule=numpy",
         "--data=own_run.Shuffled",
         # Lightning's callback freezes it again, with its running statistics
         "--model=own_run.Tuned --trainer.callbacks+=BackboneFinetuning "
@@ -119,18 +120,27 @@ def test_a_longer_run_under_another_strategy(
 
 
 def test_the_newest_run(fit: Callable[..., int], tmp_path: Path, capfd: Any) -> None:
+    """The newest one that can be resumed. The newer ones are listed, with the reasons."""
     assert fit("--resume=last") == 2
-    assert "--resume=last: runs is not a run directory" in capfd.readouterr().err
+    assert "--resume=last: no run in runs/ can be resumed" in capfd.readouterr().err
     assert fit("--trainer.max_epochs=1") == 0
     assert fit("--trainer.max_epochs=2", stop="0,1") == 130
+    (stopped,) = [run for run in tmp_path.glob("runs/*") if not (run / "curve.png").exists()]
+    assert fit("--trainer.max_steps=3", "--run_dir=runs/short") == 0
+    assert fit("--trainer.enable_checkpointing=false", "--run_dir=runs/none", stop="1,1") == 130
     for command in ("test", "fit"):  # newer, but nothing to go on with: a test, a refused start
         (other := tmp_path / "runs" / command).mkdir()
         (other / "run.json").write_text(f'{{"command": "x.py {command}", "end": {{}}}}')
         (other / "config.yaml").touch()
     (tmp_path / "runs" / "test" / "model.txt").touch()
+    capfd.readouterr()
     assert fit("--resume=last") == 0
-    ends = [read_run_json(path)["end"] for path in (tmp_path / "runs").iterdir()]
-    assert sorted(end["epochs"] for end in ends if end) == [1, 2]
+    none, short, taken = capfd.readouterr().out.splitlines()[:3]
+    skipped = "--resume=last: skipped: --resume=runs"
+    assert none == f"{skipped}/none: it saves no checkpoint (enable_checkpointing)"
+    assert short.startswith(f"{skipped}/short: it has finished without a last.ckpt: use `test ")
+    assert taken == f"--resume=last: runs/{stopped.name}"
+    assert read_run_json(stopped)["end"]["epochs"] == 2
 
 
 @pytest.mark.parametrize("where", ["sanity", "setup"])
@@ -235,6 +245,11 @@ def test_a_damaged_run_is_refused(
     with monkeypatch.context() as patch:  # the first process has found no checkpoint
         patch.setattr(SingleDeviceStrategy, "broadcast", lambda _, x, *src: x is not True and x)
         assert "only some machines have the run's last.ckpt: they must share" in refused()
+    rows = (run / "metrics.csv").read_text()
+    for broken in (rows.replace(",step,", ",stp,"), rows.replace(",6,", ",six,")):
+        (run / "metrics.csv").write_text(broken)
+        assert "metrics.csv: step and seconds must be columns of numbers" in refused()
+    (run / "metrics.csv").write_text(rows)
     lock = lock_run_dir(run)
     assert "run is still running" in refused()
     os.close(lock)
@@ -255,6 +270,34 @@ def test_a_run_without_a_last_checkpoint_is_not_trained_again(
     assert fit("--resume=a") == 2
     assert "it saves no checkpoint (enable_checkpointing)" in capfd.readouterr().err
     assert metrics(tmp_path / "a") == before
+
+
+def test_a_finished_run_without_a_whole_epoch_is_not_trained_again(fit, run, tmp_path, capfd):
+    """Also where somebody has deleted its last checkpoint. A run of no epoch starts with one."""
+    assert fit("--trainer.max_steps=3", "--run_dir=a") == 0
+    content = {path: path.read_bytes() for path in Path("a").rglob("*") if path.is_file()}
+    for options in ((), ("--trainer.max_steps=10",)):
+        assert fit("--resume=a", *options) == 2
+        end = "a/checkpoints/end.ckpt"
+        use = f"without a last.ckpt: use `test --ckpt_path={end}` or `fit --weights={end}`"
+        assert use in capfd.readouterr().err
+    assert all(path.read_bytes() == content[path] for path in content)
+    (run / "checkpoints" / "last.ckpt").unlink()
+    assert fit("--resume=run") == 2
+    assert "run: it has finished without a last.ckpt: start a new run" in capfd.readouterr().err
+    assert fit("--trainer.max_epochs=0", "--run_dir=b") == 0
+    assert fit("--resume=b", "--trainer.max_epochs=1") == 0
+    assert last(tmp_path / "b")["epoch"] == 1
+
+
+def test_no_file_is_written_through_a_link(fit, run, own):
+    (others := own / "others.txt").write_text("mine")
+    for name in ("model.txt", "metrics.csv", "run.json", "config.yaml", "curve.png"):
+        (run / name).rename(run / f"old_{name}")
+        (run / name).symlink_to(others if name in ("model.txt", "curve.png") else f"old_{name}")
+    kept = {path: path.read_bytes() for path in (others, *run.glob("old_*"))}
+    assert fit("--resume=run", "--trainer.max_epochs=3") == 0
+    assert all(path.read_bytes() == content for path, content in kept.items())
 
 
 def test_a_run_that_ends_within_an_epoch_goes_on_from_the_last_whole_one(
