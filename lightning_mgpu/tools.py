@@ -21,6 +21,7 @@ RANGES = {  # the smallest and the largest value of an option, where Lightning a
     "seed_everything": (0, 2**32 - 1),
     "data.batch_size": (1, 10**9),
     "data.num_workers": (0, 1024),
+    "model.label_smoothing": (0, 1),
     "model.lr": (0, 10**6),
     "model.optimizer.lr": (0, 10**6),
     "model.optimizer.momentum": (0, 1),
@@ -141,6 +142,11 @@ def did_you_mean(word: Any, known: Iterable[str]) -> str:
     by_end = {last_part(name).lower(): name for name in known}
     near = get_close_matches(last_part(word).lower(), by_end, n=1, cutoff=0.7)
     return f"did you mean {by_end[near[0]]}?" if near else ""
+
+
+def printable(text: object) -> str:
+    """A text of a file that may be a stranger's, without characters that control a terminal."""
+    return "".join(each if each.isprintable() or each == "\t" else "?" for each in str(text))
 
 
 def last_part(value: Any) -> str:

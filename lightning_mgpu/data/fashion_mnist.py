@@ -71,6 +71,8 @@ class FashionMNIST(LightningDataModule):
         trainer: Any = self.trainer
         device = trainer.strategy.root_device if self.device_resident and trainer else "cpu"
         (images, labels), test = self._load(train=True), self._load(train=False)
+        if self.val_size >= len(images):
+            raise ValueError(f"data.val_size={self.val_size} leaves no image of {len(images)}")
         # must never change: else an old checkpoint would be validated on images it was trained on
         order = torch.randperm(len(images), generator=torch.Generator().manual_seed(self.seed))
         val, train = (part.sort().values for part in order.tensor_split([self.val_size]))

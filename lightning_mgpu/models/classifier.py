@@ -9,7 +9,7 @@ A model is a subclass that builds `self.net`; it never mentions devices, ranks o
 from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 from functools import cache, partial
-from inspect import signature
+from inspect import isclass, signature
 from math import inf
 from typing import Any, Literal
 
@@ -25,13 +25,12 @@ from torchmetrics.classification import MulticlassAccuracy
 
 Init = Literal["book", "kaiming"]  # initial weights: N(0, 0.01), or those of He et al. (2015)
 TARGETS = ("labels", "label", "target")  # where a dict has the target, as Hugging Face's do
-# torch's default, -100, leaves samples out of the loss, but the mean over samples and the accuracy
-# count them. No label has this number, so -100 raises as any wrong label does.
+# no label's number: -100, torch's default, would skip samples that the means count
 NO_LABEL = -(2**62)
 
 
 class OneCycle(OneCycleLR):
-    """torch's, whose `max_lr` is the optimizer's learning rate if it is left out."""
+    """torch's `OneCycleLR`, whose `max_lr` is by default the optimizer's learning rate."""
 
     def __init__(self, optimizer: Optimizer, max_lr: float | None = None, **kwargs: Any) -> None:
         super().__init__(optimizer, max_lr or [g["lr"] for g in optimizer.param_groups], **kwargs)
@@ -72,9 +71,9 @@ class Classifier(LightningModule):
     Args:
         lr: Learning rate of SGD. The default is the model's own.
         optimizer: Makes a torch optimizer of the parameters, in place of SGD.
-        lr_scheduler: Makes a torch scheduler of the optimizer. A `OneCycleLR` without `total_steps`
+        lr_scheduler: Makes a torch scheduler of the optimizer. Unless its `total_steps` is set, it
             gets the length of the run. `ReduceLROnPlateau` watches its `monitor`, or `val_loss`.
-        lr_interval: `OneCycleLR` and `CyclicLR` step every `step` (batch), others every `epoch`.
+        lr_interval: Every `step` (batch) for `total_steps` and `CyclicLR`, else every `epoch`.
         num_classes: Width of the logits.
         label_smoothing: Share of a training label spread over all classes (Szegedy et al., 2016).
         flip_tta: In evaluation, take the mean of the logits of an image and its mirror image.
@@ -129,10 +128,14 @@ class Classifier(LightningModule):
     def _copy_metrics(self) -> None:
         if hasattr(self, "train_own_metrics"):  # in the test after `fit`
             return
-        metrics: Any = dict(self.make_metrics().items())
+        made: Any = self.make_metrics()
+        if not isinstance(made, (dict, MetricCollection)):
+            raise ValueError("make_metrics must return a MetricCollection or a dict")
+        if taken := {"acc", "loss"}.intersection(made):
+            raise ValueError(f"make_metrics: {taken.pop()} is logged already: rename it")
         for stage in ("train", "val", "test"):
             # compute groups would share states that Lightning computes one by one
-            copies = MetricCollection(deepcopy(metrics), prefix=f"{stage}_", compute_groups=False)
+            copies = MetricCollection(deepcopy({**made}), prefix=f"{stage}_", compute_groups=False)
             setattr(self, f"{stage}_own_metrics", copies.to(self.device))
 
     def inputs_and_target(self, batch: Any) -> tuple[Any, Tensor | None]:
@@ -161,9 +164,8 @@ class Classifier(LightningModule):
             try:
                 signature(self.net.forward).bind(**X)
             except TypeError as error:
-                raise self._batch_error(
-                    X, f"gives self.net what it does not take: {error}"
-                ) from error
+                why = f"gives self.net what it does not take: {error}"
+                raise self._batch_error(X, why) from error
         if self.channels_last:
             X = X.contiguous(memory_format=torch.channels_last)
         compute = compiled_logits() if self.training and self.compiles else logits_of
@@ -194,14 +196,14 @@ class Classifier(LightningModule):
 
     def predict_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
         """Class probabilities (N, num_classes), and the labels if the batch has them."""
-        X, y = self.inputs_and_target(batch)
+        X, y = self._read(batch)
         probabilities = self(X).softmax(dim=1)
         found = {"prediction": probabilities.argmax(dim=1), "probabilities": probabilities}
         return found if y is None else {"label": y, **found}
 
     def _step(self, batch: Any, stage: str) -> tuple[Tensor, Tensor, Tensor, Any]:
         """Loss, logits and labels of a batch, counted by metrics, and the loss's weight."""
-        X, y = self.inputs_and_target(batch)  # for example (N, C, H, W), (N,)
+        X, y = self._read(batch)  # for example (N, C, H, W), (N,)
         if y is None:
             raise self._batch_error(batch, "found no target")
         self._copy_metrics()  # if `setup` of a subclass has not called ours
@@ -218,6 +220,12 @@ class Classifier(LightningModule):
         for name in ("acc", "own_metrics"):
             getattr(self, f"{stage}_{name}").update(logits.detach(), y)
         return loss, logits, y, weight
+
+    def _read(self, batch: Any) -> tuple[Any, Tensor | None]:
+        match self.inputs_and_target(batch):
+            case [X, (Tensor() | None) as y]:
+                return X, y
+        raise self._batch_error(batch, "must return inputs and a tensor of labels, or None")
 
     def _batch_error(self, batch: Any, why: str) -> ValueError:
         what = type(batch).__name__
@@ -246,7 +254,7 @@ class Classifier(LightningModule):
         self.log_dict(updated, on_step=False, on_epoch=True)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        length = self._run_length()  # outside `try`: this may call the user's `train_dataloader`
+        has_length, length = self._run_length()  # may call the user's `train_dataloader`
         try:
             optimizer = self.optimizer(self.parameters())
             scheduler = self.lr_scheduler(optimizer, **length) if self.lr_scheduler else None
@@ -254,24 +262,28 @@ class Classifier(LightningModule):
             raise ValueError(f"model.lr, optimizer or lr_scheduler: {error}") from error
         if scheduler is None:
             return optimizer
-        interval = "step" if isinstance(scheduler, (OneCycleLR, CyclicLR)) else "epoch"
+        interval = "step" if has_length or isinstance(scheduler, CyclicLR) else "epoch"
         monitor = getattr(scheduler, "monitor", "val_loss")  # of ReduceLROnPlateau
         config: Any = {"scheduler": scheduler, "monitor": monitor}
         config["interval"] = self.lr_interval or interval
         return {"optimizer": optimizer, "lr_scheduler": config}
 
-    def _run_length(self) -> dict[str, int]:
-        """The missing `total_steps` of a OneCycleLR: how often it is stepped in the run."""
-        make = getattr(self.lr_scheduler, "func", self.lr_scheduler)  # of a `partial`
-        given = getattr(self.lr_scheduler, "keywords", {})  # the command line's has all arguments
-        is_one_cycle = make in (OneCycle, OneCycleLR) or "total_steps" in given
-        if not is_one_cycle or given.get("total_steps") or given.get("epochs"):
-            return {}
+    def _run_length(self) -> tuple[bool, dict[str, int]]:
+        """Whether the scheduler has a `total_steps`, and its value if it has the default one."""
+        make: Any = self.lr_scheduler
+        given = getattr(make, "keywords", {})  # of a `partial`; the command line's has all
+        classes = [each for each in getattr(make, "args", ()) if isclass(each)]  # and a class
+        make = classes[0] if classes else getattr(make, "func", make)
+        parameter = signature(make).parameters.get("total_steps") if make else None
+        has_length = bool(parameter or "total_steps" in given or make is OneCycle)
+        default = parameter and parameter.default
+        if not has_length or given.get("epochs") or given.get("total_steps", default) != default:
+            return has_length, {}
         by_epoch = self.lr_interval == "epoch"
         num_steps = self.trainer.max_epochs if by_epoch else self.trainer.estimated_stepping_batches
         if num_steps in (None, -1, inf):
-            raise ValueError("OneCycleLR needs to know when the run ends: set trainer.max_epochs")
-        return {"total_steps": int(num_steps)}
+            raise ValueError("lr_scheduler.total_steps: for how long? Set trainer.max_epochs")
+        return True, {"total_steps": int(num_steps)}
 
 
 def logits_of(net: nn.Module, X: Any) -> Tensor:

@@ -54,6 +54,8 @@ def test_options(monkeypatch: pytest.MonkeyPatch) -> None:
     assert FashionMNIST().seed == 17 and FashionMNIST(seed=2).seed == 2
     with pytest.raises(ValueError, match="val_size=-1, crop_padding=2 of the data"):
         FashionMNIST(val_size=-1)
+    with pytest.raises(ValueError, match="val_size=60000 leaves no image of 60000"):
+        FashionMNIST(source="synthetic", val_size=60_000).setup("fit")
     data = FashionMNIST(source="synthetic", val_size=0)
     with pytest.warns(UserWarning, match="made-up images; no accuracy means anything"):
         data.prepare_data()

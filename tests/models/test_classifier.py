@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from lightning.pytorch.cli import LightningCLI
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW
-from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau, StepLR
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader, default_collate
 from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassF1Score, MulticlassRecall
@@ -226,9 +226,68 @@ def test_one_cycle_steps_every_batch_and_is_over_when_the_run_is(rates: Callable
         assert (found[0], found[-1]) == pytest.approx((highest / 25, highest / 25e4))
 
 
+class Decay(LambdaLR):
+    """A schedule of one's own, whose length is required."""
+
+    def __init__(self, optimizer, total_steps):
+        super().__init__(optimizer, lambda step: 1 - step / total_steps)
+
+
+class DecayOfOne(Decay):
+    def __init__(self, optimizer, total_steps=1):
+        super().__init__(optimizer, total_steps)
+
+
+def decay(optimizer, total_steps=None):
+    return Decay(optimizer, total_steps)
+
+
+@pytest.mark.parametrize("scheduler", [Decay, DecayOfOne, decay, partial(DecayOfOne)])
+def test_a_schedule_of_ones_own_gets_the_length_of_the_run(scheduler, rates):
+    """It steps in every batch, or gets epochs and steps in every epoch. A given length wins."""
+    assert rates(lr_scheduler=scheduler) == pytest.approx([0.1 * (8 - i) / 8 for i in range(8)])
+    by_epoch = rates(lr_scheduler=scheduler, lr_interval="epoch")
+    assert by_epoch == pytest.approx([0.1] * 4 + [0.05] * 4)
+    given = rates(lr_scheduler=partial(scheduler, total_steps=80))
+    assert given[-1] == pytest.approx(0.1 * 73 / 80)
+
+
+class Own(LeNet):
+    def __init__(self, make=dict, read=lambda batch: batch):
+        super().__init__()
+        self.make, self.read = make, read
+
+    def make_metrics(self):
+        return self.make()
+
+    def inputs_and_target(self, batch):
+        return self.read(batch)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"make": lambda: {"acc": MulticlassF1Score(10)}}, "make_metrics: acc is logged already"),
+        (
+            {"make": lambda: MetricCollection({"loss": MulticlassF1Score(10, average=None)})},
+            "make_metrics: loss is logged already: rename it",
+        ),
+        ({"make": lambda: None}, "make_metrics must return a MetricCollection or a dict"),
+        ({"make": lambda: MulticlassF1Score(10)}, "make_metrics must return a MetricCollection"),
+        ({"read": lambda batch: batch[0][:2]}, "Own.inputs_and_target must return inputs and a"),
+        ({"read": lambda batch: None}, "a tensor of labels, or None; the batch is a tuple of 2"),
+        ({"read": lambda batch: [batch[0], batch[1].tolist()]}, "must return inputs and a tensor"),
+    ],
+)
+def test_what_a_subclass_must_not_return(options, said, make_data, make_trainer):
+    """The names by which the best checkpoint is chosen; two images, for inputs and labels."""
+    with pytest.raises(ValueError, match=said):
+        make_trainer().fit(Own(**options), make_data())
+
+
 def test_mistakes_raise_a_value_error(make_data: Callable, make_trainer: Callable) -> None:
     for kwargs, epochs, said in (
-        ({"lr_scheduler": OneCycle}, -1, r"when the run ends: set trainer\.max_epochs"),
+        ({"lr_scheduler": OneCycle}, -1, r"total_steps: for how long\? Set trainer\.max_epochs"),
         ({"lr": -1}, 1, r"model\.lr, .*Invalid learning rate: -1"),
         ({"num_classes": 1}, 1, r"logits of shape \(64, 1\): of one logit, the largest one says"),
         ({"lr": 0.1, "optimizer": AdamW}, 1, r"model\.lr=0\.1 is SGD's: set model\.optimizer\.lr"),
