@@ -151,6 +151,7 @@ def main(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
         with mock.patch.dict(os.environ), monkeypatch.context() as patch:
             patch.setattr(sys, "argv", [f"{package}/__main__.py", *args])
             patch.setattr(sys, "path", [*sys.path])
+            patch.setattr(sys, "meta_path", [*sys.meta_path])
             patch.setattr(warnings, "formatwarning", warnings.formatwarning)
             spec = find_spec(f"{package}.__main__")
             patch.setattr(sys.modules["__main__"], "__spec__", spec, raising=False)

@@ -1,17 +1,37 @@
 """Refuses calls and wrong numbers in a parsed configuration, before anything is built."""
 
+import os
 import pydoc
+import re
+import sys
 from contextlib import suppress
+from importlib.machinery import PathFinder
 from inspect import isclass
+from pathlib import Path
 from typing import Any
 
 from jsonargparse import set_parsing_settings
 
-from lightning_mgpu.runs.directory import flatten
+from lightning_mgpu.runs.directory import CONFIG, RUN_JSON, flatten
 from lightning_mgpu.tools import RANGES, UsageError, check_range
 
 # else `{class_path: subprocess.Popen, ...}` would start a command where a parameter has no type
 set_parsing_settings(instantiate_subclass_spec_in_any=False)
+
+
+def refuse_code_of_runs(args: list[str], name: str, path: Any = None, target: Any = None) -> None:
+    """A finder's `find_spec`: refuses a module in a run directory that no argument names."""
+    spec, values = PathFinder.find_spec(name, path), [arg.rpartition("=")[2] for arg in args]
+    is_named = any(f"{x}.".startswith(f"{name}.") and not os.path.exists(x) for x in values)
+    if is_named or spec is None or not spec.has_location:  # a namespace package has no file
+        return
+    entries = {os.path.realpath(entry) for entry in sys.path}
+    for folder in Path(os.path.realpath(str(spec.origin))).parents:
+        if (folder / CONFIG).is_file() and (folder / RUN_JSON).is_file():
+            why = "only the command line may name code in a run directory"
+            raise UsageError(f"{spec.origin} does not run: {why}")
+        if str(folder) in entries:
+            return
 
 
 def refuse_functions(config: Any, name: str = "") -> None:
@@ -41,6 +61,8 @@ def is_class(path: Any) -> bool:
 def refuse_numbers(config: dict[str, Any]) -> None:
     """Refuse numbers out of their option's range, also where Lightning would take them."""
     for name, value in flatten(config).items():
+        if name == "trainer.strategy.timeout" and re.match("-|0:00:00", str(value)):
+            raise UsageError(f"--{name}={value}: use a time above 0, such as 0:05:00")
         if name in RANGES:
             with suppress(TypeError, ValueError):  # None, lists, words such as `auto`
                 check_range(name, value)

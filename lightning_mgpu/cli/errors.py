@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lightning_mgpu.cli.help import OPTIONS
 from lightning_mgpu.processes import ProcessEnded
-from lightning_mgpu.tools import UsageError, did_you_mean, last_part
+from lightning_mgpu.tools import UsageError, did_you_mean, last_part, printable
 
 TRACEBACK_FLAG = "--traceback"
 PACKAGES = (Path(__file__).parents[1], Path(str(lightning.__file__)).parent)
@@ -58,12 +58,12 @@ def one_line_errors(show_traceback: bool) -> Iterator[None]:
         if show_traceback or not is_mistake(error):
             raise
         # a DataLoader's worker: the exception comes behind the indented lines of its traceback
-        text = str(error).rpartition("Traceback (most recent call last):\n")[2]
+        text = str(error).strip().rpartition("Traceback (most recent call last):\n")[2]
         lines = [*dropwhile(lambda line: line[:1] == " ", text.splitlines())]
-        lines = [line for line in lines if line.strip()] or ["no reason given"]
+        lines = [line for line in lines if line.strip()] or [type(error).__name__]
         if missing := MISSING_EXTRA.search(str(error)):
             lines = [f"{missing[0]}: pip install {missing[1]}"]
-        text = "\n".join(line[:500] for line in lines[:6])
+        text = "\n".join(printable(line[:500]) for line in lines[:6])
         rank = getattr(rank_zero_only, "rank", 0)
         is_reason = not isinstance(error, ProcessEnded) or text.startswith("waited")
         if rank > 0:
@@ -102,11 +102,19 @@ def explain(message: str, given: dict[str, Any], options: Iterable[str]) -> str:
     lines = lines if any(lines) else dict.fromkeys(stripped)
     if len(lines) > 1:  # a strategy may also be a text
         lines.pop("Expected a <class 'str'>", None)
-    about = [n for n in given if re.search(f"--{n}|['\"]({n}|{last_part(n)})['\"]", message)]
+    groups = {option.partition(".")[0] for option in options}
+    unknown = [n for n in given if options and f"--{n.partition('.')[0]}" not in groups]
+    quoted = [n for n in given if re.search(f"--{n}|['\"]({n}|{last_part(n)})['\"]", message)]
+    about = unknown[:1] or quoted
     name = max(about, key=lambda name: (f"--{name}" in message, name.count(".")), default="")
     hint = OPTIONS.get(f"--{name} CLASS", CLASS_HINT)
     hint = hint if re.search("import|has no attribute", message) else ""
+    if required := re.search(r"arguments are required: (\w+)", message):
+        length = ", or a default, which becomes the length of the run"
+        hint = f"add --{name}.{required[1]}=VALUE{length * (required[1] == 'total_steps')}"
     if re.search("unrecognized|not accept", message):
         hint = did_you_mean(name, options)
+        if last_part(name) == "save_last":
+            hint = "the last epoch is always saved, in last.ckpt"
     about_what = f"--{name}={given[name]}: ".replace("=:", ":") if about else ""
     return about_what + "; ".join(filter(None, [*lines, hint]))

@@ -19,7 +19,7 @@ from typing import Any
 
 from lightning_mgpu.runs.directory import RUN_JSON, read_run_json
 from lightning_mgpu.runs.metrics import summarize
-from lightning_mgpu.tools import UsageError, make_parser
+from lightning_mgpu.tools import UsageError, make_parser, printable
 
 
 def runs_command(args: list[str]) -> None:
@@ -33,18 +33,21 @@ def runs_command(args: list[str]) -> None:
     if not (runs := find_runs(options.directory)):
         raise UsageError(f"{options.directory}: no run is in it, a directory with a {RUN_JSON}")
     rows = [{"run": path.relative_to(options.directory), **runs[path]} for path in runs]
-    names = options.columns.split(",") if options.columns else default_columns(runs)
+    chosen = (options.columns or "").replace(".init_args", "")  # as a YAML file names them
+    names = chosen.split(",") if chosen else default_columns(runs)
     if unknown := {*names, options.sort or "run"} - {name for row in rows for name in row}:
         raise UsageError(f"no run has a column {unknown.pop()}: see `runs --csv`")
     rows.sort(key=lambda row: number(row.get(options.sort)))
     columns = {name: [row.get(name) for row in rows] for name in ("run", *names)}
     if options.csv:
-        writer(sys.stdout, lineterminator="\n").writerows([columns, *zip(*columns.values())])
+        table = [columns, *zip(*columns.values())]
+        clean = [[cell and printable(cell) for cell in row] for row in table]
+        writer(sys.stdout, lineterminator="\n").writerows(clean)
         return
     free = get_terminal_size((1000, 0)).columns + 2  # in a file there are all
     lines = [""] * (len(rows) + 1)
     for name, cells in columns.items():
-        texts = [name, *map(shorten, cells)]
+        texts = [*map(printable, (name, *map(shorten, cells)))]
         width = max(map(len, texts)) + 2
         if width <= free or options.columns:
             free -= width

@@ -45,7 +45,7 @@ def main(cli: Any = None) -> None:
     from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
     from lightning_mgpu.cli.errors import TRACEBACK_FLAG, one_line_errors
-    from lightning_mgpu.cli.training_cli import run_trainer
+    from lightning_mgpu.cli.training_cli import TrainingCLI, run_trainer
     from lightning_mgpu.runs.record import stop_on_signals
 
     if getattr(rank_zero_only, "rank", 0) == 0:  # until Lightning sets it: of another machine?
@@ -54,6 +54,10 @@ def main(cli: Any = None) -> None:
         hide_messages()
         sys.path.insert(0, os.getcwd())  # one's own models are found here, as by `python -m`
         stop_on_signals()
+        if cli is not None and not (isinstance(cli, type) and issubclass(cli, TrainingCLI)):
+            raise UsageError(f"main(cli={cli!r}): not a subclass of TrainingCLI")
+        if "\0" in (text := " ".join(args)):
+            raise UsageError(f"{text!r}: an argument has a NUL")
         subcommand, *others = [arg for arg in args if arg != TRACEBACK_FLAG]
         if subcommand not in subcommands():
             raise UsageError(f"no subcommand {subcommand!r}: take {', '.join(subcommands())}")

@@ -6,7 +6,6 @@ the run stands in place of the first two.
 """
 
 import json
-import re
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,21 +17,14 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lightning_mgpu.cli import yaml_files
 from lightning_mgpu.cli.strategy_names import full_path, strategy_config
-from lightning_mgpu.cli.yaml_files import find_config, read_config, read_default_config
+from lightning_mgpu.cli.yaml_files import dump_config, read_config, read_default_config
 from lightning_mgpu.runs.checkpoints import read_checkpoint
-from lightning_mgpu.runs.directory import (
-    CONFIG,
-    MODEL,
-    RUN_JSON,
-    config_beside,
-    find_run,
-    flatten,
-    read_run_json,
-)
+from lightning_mgpu.runs.directory import CONFIG, config_beside, flatten, newest_fits, read_run_json
 from lightning_mgpu.runs.resume import find_last
 from lightning_mgpu.tools import UsageError, last_part
 
 STRATEGY = "--trainer.strategy"
+HELP = f"{STRATEGY}.help"
 # not in `config.yaml`, which another command may be given
 PATHS = ("run_dir", "weights", "ckpt_path")
 
@@ -54,8 +46,6 @@ def read_options(subcommand: str, args: Sequence[str]) -> Options:
         raise UsageError("--resume: with which run? --resume=last, or --resume=runs/NAME")
     resumed = [arg.partition("=")[2] for arg in joined if arg.startswith("--resume=")]
     joined = [arg for arg in joined if not arg.startswith("--resume=")]
-    # as flags they win over files, where `--print_config` writes `weights: null`
-    joined.sort(key=lambda arg: arg[2:].partition("=")[0] in PATHS)
     given = options_by_name(joined)
     if empty := [name for name in PATHS if given.get(name) == ""]:
         raise UsageError(f"--{empty[0]}= names nothing: give a path, or leave the option out")
@@ -67,7 +57,9 @@ def read_options(subcommand: str, args: Sequence[str]) -> Options:
     if resumed and subcommand != "fit":
         raise UsageError("--resume: only `fit` can go on with a run")
     if resumed:
-        run_dir = newest_run() if resumed[-1] == "last" else find_run(resumed[-1])
+        run_dir = newest_run() if resumed[-1] == "last" else Path(resumed[-1])
+        if not (run_dir / CONFIG).is_file():
+            raise UsageError(f"--resume={run_dir}: not a run directory, which has a {CONFIG}")
         base = yaml_files.read_run_config(run_dir / CONFIG)
         base.setdefault("weights", read_run_json(run_dir).get("weights"))
     else:
@@ -82,11 +74,9 @@ def read_options(subcommand: str, args: Sequence[str]) -> Options:
 
 def newest_run() -> Path:
     """The newest run in `runs/` that `fit` can resume; prints which, and the newer ones skipped."""
-    begun = [path.parent for path in Path("runs").glob(f"*/{MODEL}")]
-    fits = [path for path in begun if " fit" in read_run_json(path).get("command", "")]
-    for path in sorted(fits, key=lambda path: -(path / RUN_JSON).stat().st_mtime):
+    for path in newest_fits():
         try:
-            find_last(find_run(str(path)), yaml_files.read_run_config(path / CONFIG), None)
+            find_last(path, yaml_files.read_run_config(path / CONFIG), None)
         except UsageError as error:
             rank_zero_only(print)(f"--resume=last: skipped: {error}")
             continue
@@ -96,7 +86,7 @@ def newest_run() -> Path:
 
 
 def one_string_per_option(args: Sequence[str]) -> list[str]:
-    """`["--a", "1", "-c", "x.yaml"]` -> `["--a=1", "--config=/path/to/x.yaml"]`."""
+    """`["--a", "1", "-c", "x.yaml"]` -> `["--a=1", "--config={...}"]`: what is in the file."""
     joined: list[str] = []
     for arg in args:
         is_value = arg != "-c" and not arg.startswith(("--", "-c="))
@@ -104,10 +94,8 @@ def one_string_per_option(args: Sequence[str]) -> list[str]:
             joined[-1] += f"={arg}"
         else:
             joined.append("--config" + arg[2:] if arg[:3] in ("-c", "-c=") else arg)
-    return [
-        f"--config={find_config(arg[9:])}" if re.match("--config=[^{]", arg) else arg
-        for arg in joined
-    ]
+    files = {arg: read_config(arg[9:]) for arg in joined if arg.startswith("--config=")}
+    return [f"--config={dump_config(files[arg], True)}" if arg in files else arg for arg in joined]
 
 
 def options_by_name(args: Sequence[str]) -> dict[str, Any]:
@@ -139,13 +127,13 @@ def config_of(ckpt_path: str, given: dict[str, Any]) -> dict[str, Any]:
 
 def expand_names(args: list[str], given: dict[str, Any], base: dict[str, Any]) -> list[str]:
     """The arguments with classes for names where jsonargparse needs one: for help and options."""
-    helps = {"--help.all": "--help"}
+    name = given.get("trainer.strategy") or (base.get("trainer") or {}).get("strategy") or "auto"
+    helps = {"--help.all": "--help"} | ({} if name == "auto" else {HELP: f"{HELP}={name}"})
     for key in ("model", "data"):
         helps[f"--{key}.help"] = f"--{key}.help={given.get(key) or base[key]['class_path']}"
     args = [full_path(helps.get(arg, arg)) for arg in args]
     flags = [arg for arg in args if arg.startswith(f"{STRATEGY}=")]
     options = [arg for arg in args if arg.startswith(f"{STRATEGY}.") and ".help=" not in arg]
-    name = given.get("trainer.strategy") or (base.get("trainer") or {}).get("strategy") or "auto"
     is_class = not isinstance(name, str) or any("={" in flag for flag in flags)
     if is_class or not (options if name == "auto" or name in StrategyRegistry else flags):
         return args

@@ -7,6 +7,7 @@ import signal
 import sys
 from argparse import ArgumentError
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import yaml
@@ -22,7 +23,7 @@ from torch.distributed import DistError, destroy_process_group, is_initialized
 import lightning_mgpu.data
 import lightning_mgpu.models  # noqa: F401 - --model=ResNet18 is found among imported classes
 from lightning_mgpu.callbacks import PredictionWriter, RunOutput, TestPictures
-from lightning_mgpu.cli.check_config import refuse_functions, refuse_numbers
+from lightning_mgpu.cli.check_config import refuse_code_of_runs, refuse_functions, refuse_numbers
 from lightning_mgpu.cli.errors import constructor_errors, explain
 from lightning_mgpu.cli.help import OPTIONS
 from lightning_mgpu.cli.options import PATHS, Options, read_options
@@ -43,6 +44,8 @@ def run_trainer(
     subcommand: str, args: list[str], cli_class: "type[TrainingCLI] | None" = None
 ) -> None:
     """Run a method of the Trainer with the options of a command line."""
+    finder: Any = SimpleNamespace(find_spec=partial(refuse_code_of_runs, args))
+    sys.meta_path.insert(0, finder)
     options = read_options(subcommand, args)
     cli = (cli_class or TrainingCLI)(subcommand, options)  # parses
     if options.run_dir:  # the processes that `ddp` starts must not choose another run
@@ -91,6 +94,9 @@ class TrainingCLI(LightningCLI):
         self.method_options = parser.add_method_arguments(Trainer, self.method, skip=skip)
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        for name, value in self.options.given.items():
+            if str(value).startswith("pytorch_lightning."):
+                raise UsageError(f"--{name}={value}: write lightning.pytorch instead")
         self.config = self.parse(self.options.args)
         num = self.config.trainer.devices
         if isinstance(num, str) and not re.fullmatch(r"auto|-?\d[\d, ]*", num):

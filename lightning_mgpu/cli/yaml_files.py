@@ -29,15 +29,17 @@ def find_config(name: str) -> Path:
 
 
 def read_default_config() -> dict[str, Any]:
-    """`configs/default.yaml`: its sections in a project's file replace those in this package's."""
+    """`configs/default.yaml`: the keys of a project's sections replace those in this package's."""
     config: dict[str, Any] = {}
     for path in [each / "default.yaml" for each in config_dirs()][::-1]:
-        config |= read_config(str(path)) if path.is_file() else {}
+        for key, value in read_config(str(path)).items() if path.is_file() else ():
+            is_section = isinstance(value, dict) and "class_path" not in value
+            config[key] = {**(config.get(key) or {}), **value} if is_section else value
     return config
 
 
 def read_config(name: str) -> dict[str, Any]:
-    """The options in a file, or in a mapping on the command line."""
+    """The options in a file, or in a mapping on the command line; null is as left out."""
     try:
         text = name if name.startswith("{") else find_config(name).read_text(encoding="utf-8")
         content = load_yaml(text)
@@ -45,7 +47,7 @@ def read_config(name: str) -> dict[str, Any]:
         raise UsageError(f"{name} cannot be read as YAML: {error}") from error
     if not isinstance(content, dict):
         raise UsageError(f"{name}: it needs options by name, such as 'trainer: {{devices: 2}}'")
-    return content
+    return {key: value for key, value in content.items() if value is not None}
 
 
 def read_run_config(path: Path) -> dict[str, Any]:

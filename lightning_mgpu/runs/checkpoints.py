@@ -21,7 +21,7 @@ from torch.serialization import get_unsafe_globals_in_checkpoint
 from torch.utils._pytree import tree_map_only
 
 from lightning_mgpu.seeds import VERSION, seed_generators
-from lightning_mgpu.tools import EXCHANGE, LAST, UsageError, replacing
+from lightning_mgpu.tools import EXCHANGE, LAST, UsageError, printable, replacing
 
 END = "end.ckpt"  # the weights at the end of a run that has stopped within an epoch
 KEY = "lightning_mgpu"  # under which a checkpoint has what `LastCheckpoint` adds to Lightning's
@@ -109,9 +109,8 @@ class BestCheckpoint(ModelCheckpoint):
         by_steps = kwargs.get("every_n_train_steps") or kwargs.get("train_time_interval")
         if by_steps and (monitor or "").startswith("val"):
             told = "would have the value of an earlier one: add --checkpoint.monitor=null"
-            raise ValueError(
-                f"--checkpoint.monitor={monitor}: checkpoints between validations {told}"
-            )
+            why = f"--checkpoint.monitor={monitor}: checkpoints between validations"
+            raise ValueError(f"{why} {told}")
         super().__init__(
             dirpath=None,  # `RunRecord` sets it
             monitor=monitor,
@@ -172,7 +171,7 @@ class LastCheckpoint(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if self.weights:
             if (left_out := load_weights(pl_module, self.weights)) and trainer.is_global_zero:
-                print(f"{self.weights}: left out are {', '.join(left_out)}")
+                print(f"{self.weights}: left out are {printable(', '.join(left_out))}")
             self.weights = None  # `fit` ends with a test of other ones
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -31,11 +31,11 @@ def name_run_dir(run_dir: str | None, root: str | None, *parts: object) -> Path:
     return path
 
 
-def find_run(name: str) -> Path:
-    """The run directory of this name."""
-    if not Path(name, CONFIG).is_file():
-        raise UsageError(f"--resume={name}: not a run directory, which has a {CONFIG}")
-    return Path(name)
+def newest_fits() -> list[Path]:
+    """The runs of `fit` in `runs/` that have begun to train, the newest first."""
+    begun = [path.parent for path in Path("runs").glob(f"*/{MODEL}")]
+    fits = [path for path in begun if " fit" in read_run_json(path).get("command", "")]
+    return sorted(fits, key=lambda path: -(path / RUN_JSON).stat().st_mtime)
 
 
 def lock_run_dir(run_dir: Path) -> int:

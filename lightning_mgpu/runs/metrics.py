@@ -51,19 +51,19 @@ class MetricsFile(NoLogger):
 
     def __init__(self, trainer: Trainer, num_steps: int | None) -> None:
         super().__init__()
-        self.trainer, self.run_dir = trainer, Path(trainer.default_root_dir)
+        self.trainer = trainer
+        self.run_dir = run_dir = Path(trainer.default_root_dir)
         self.columns: list[str] = []
         self.seconds = 0.0  # before
         if num_steps is not None:
-            found = read_rows(self.run_dir)
-            rows = [row for row in found if None not in {*row, *row.values()}]  # others are torn
+            rows = [row for row in read_rows(run_dir) if None not in {*row, *row.values()}]  # torn
             self.columns = sorted({name for row in rows for name in row})
             try:
                 kept = [row for row in rows if int(row["step"] or num_steps) < num_steps]
                 self.seconds = max((float(row.get("seconds") or 0) for row in kept), default=0.0)
             except (KeyError, ValueError) as error:
-                told = f"step and seconds must be columns of numbers ({error}); move it away"
-                raise UsageError(f"{self.run_dir / FILE}: {told}") from error
+                told = f"{run_dir / FILE}: step and seconds must be columns of numbers"
+                raise UsageError(f"{told} ({error}); move it away") from error
             self.rewrite(kept)
 
     @property
@@ -131,9 +131,8 @@ def summarize(run_dir: Path, epoch: int | None = None) -> dict[str, float]:
     values: dict[str, float] = {}
     seconds: list[float] = []
     for at, name, value in read_values(run_dir):
-        is_validation = at and epoch in (None, at) and name.startswith("val")  # a test has no epoch
         if name == "epoch_seconds":
             seconds.append(value)
-        elif is_validation or re.match("test|.*_mb$", name):
+        elif re.match("test|.*_mb$", name) or (at and epoch in (None, at) and name[:3] == "val"):
             values[name] = value
     return {**values, **({"seconds_per_epoch": mean(seconds)} if seconds else {})}

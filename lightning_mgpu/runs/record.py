@@ -153,6 +153,8 @@ class RunRecord(Callback):
                 logger.experiment.finish()
         if error and self.num_steps is None and not (self.run_dir / MODEL).exists():
             shutil.rmtree(self.run_dir, ignore_errors=True)
+            with contextlib.suppress(OSError):  # other runs are in it
+                Path("runs").rmdir()
         os.close(self.lock)
 
 

@@ -41,6 +41,15 @@ def test_configurations_compose(config: Config, tmp_path: Path) -> None:
     assert found["data"]["init_args"]["batch_size"] == 32 and found["seed_everything"] == 42
 
 
+def test_a_file_of_lightnings_own_cli(config, tmp_path):
+    """It has null for what is left out. A flag beside it, or before it, counts."""
+    nulls = "optimizer: null\nlr_scheduler: null\nweights_only: null\nweights: null\nmodel: null\n"
+    (tmp_path / "old.yaml").write_text(f"{nulls}seed_everything: 3\n")
+    found = config("fit", "--run_dir=a", "--config=old.yaml", "--model.lr=0.3")
+    assert found["model"]["init_args"]["lr"] == 0.3 and found["seed_everything"] == 3
+    assert found["run_dir"] == "a"
+
+
 DEFAULTS = {
     ("--model.lr=0.3",): (0.3, None, {}),
     ("--model.lr=0.3", "--model=ResNet18"): (0.3, None, {}),
@@ -104,6 +113,7 @@ def test_help_shows_the_options_people_use_first(main: Callable, capfd: Any) -> 
         ("fit", "--help"): "--trainer.devices N",
         ("fit", "--help.all"): "--trainer.gradient_clip_val",
         ("fit", "--trainer.strategy.help=ManualAllreduceStrategy"): "--trainer.strategy.replicas",
+        ("fit", "--trainer.strategy=manual_allreduce", "--trainer.strategy.help"): "y.replicas",
         ("fit", "--model=ResNet18", "--model.help"): "--model.in_channels",
         ("fit", "--data.help"): "--data.crop_padding",
     }.items():

@@ -111,6 +111,58 @@ def test_a_strangers_run_directory(
     assert not (here / "called").exists()
 
 
+EVIL = "open('called', 'w')\nfrom strange import Net\n"
+RUN = "runs/strange"
+
+
+@pytest.fixture
+def evil(here, root, main):
+    """A run directory with a Python file, which its configuration names."""
+    args = (f"--data.root={root}", "--data.val_size=9", *QUICK[:-1], "--trainer.max_epochs=1")
+    assert main("fit", *args, "--trainer.limit_train_batches=1", f"--run_dir={RUN}") == 0
+    (here / RUN / "evil").mkdir()
+    (here / RUN / "evil" / "__init__.py").write_text(EVIL)
+    (here / "link").symlink_to(f"{RUN}/evil")
+
+    def name(module):
+        path = here / RUN / "config.yaml"
+        path.write_text(path.read_text().replace("strange.Net", f"{module}.Net"))
+
+    return name
+
+
+@pytest.mark.parametrize("module", ["runs.strange.evil", "link", "evil"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        *(f"fit --config={RUN}/config.yaml", f"fit --resume={RUN}", "fit --resume=last"),
+        f"fit --weights={RUN}/checkpoints/last.ckpt",
+        *(f"{name} --ckpt_path={RUN}/checkpoints/last.ckpt" for name in ("test", "predict")),
+    ],
+)
+def test_code_in_a_run_directory_does_not_run(module, line, evil, here, main, capfd, monkeypatch):
+    """Under its name, by a link, or where the working directory is the run's."""
+    evil(module)
+    if module == "evil":
+        monkeypatch.syspath_prepend(here / RUN)
+    capfd.readouterr()
+    assert main(*line.split()) == 2
+    err = capfd.readouterr().err
+    assert "/__init__.py does not run: only the command line may name code in a run" in err
+    assert err.count("\n") == 1 and not (here / "called").exists()
+
+
+def test_code_that_the_command_line_names_runs(evil, here, main):
+    """And a project's own, in whatever directory without a run."""
+    (here / "package" / "runs").mkdir(parents=True)
+    (here / "package" / "runs" / "code.py").write_text("from strange import Net\n")
+    test = ("test", f"--ckpt_path={RUN}/checkpoints/last.ckpt")
+    assert main(*test, "--model=package.runs.code.Net", "--run_dir=a") == 0
+    evil("runs.strange.evil")
+    assert main(*test, "--model", "runs.strange.evil.Net", "--run_dir=b") == 0
+    assert (here / "called").exists()
+
+
 def test_what_people_give_is_taken(here: Path) -> None:
     for line in (
         "--model.optimizer=SGD --model.lr_scheduler=OneCycle",

@@ -66,6 +66,15 @@ def test_the_table(
     assert main("runs", "one", "two") == 2
 
 
+def test_a_strangers_run_does_not_control_the_terminal(runs, main, capfd):
+    run = make_run(runs / "a\x1bb", "\x1b]0;title\x07", 3, state="\x1b[2J")
+    for args in ((), ("--csv",)):
+        assert main("runs", *args) == 0
+        out = capfd.readouterr().out
+        assert "a?b" in out and "?[2J" in out and "?]0;title?" in out
+        assert all(each.isprintable() for each in out.replace("\n", "")), run
+
+
 def test_chosen_columns_and_other_commands(
     runs: Path, main: Callable[..., int], capfd: pytest.CaptureFixture
 ) -> None:
@@ -81,6 +90,7 @@ def test_chosen_columns_and_other_commands(
 
     header, *rows = table()
     assert not {"seed", "test_loss", "model"} & {*header} and rows[0][:2] == ["tested", "0.5"]
+    assert table("--columns=model.init_args.optimizer") == table("--columns=model.optimizer")
     names = "--columns=val_acc,model"
     assert table(names, "--sort=val_acc") == [
         ["run", "val_acc", "model"],

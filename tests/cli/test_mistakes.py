@@ -14,6 +14,7 @@ from torch.distributed import DistStoreError
 
 from lightning_mgpu.allreduce import textbook_allreduce
 from lightning_mgpu.cli.errors import one_line_errors
+from lightning_mgpu.cli.main import main as command_line
 from lightning_mgpu.cli.training_cli import TrainingCLI
 from lightning_mgpu.processes import ProcessEnded
 from lightning_mgpu.runs.directory import read_run_json
@@ -34,7 +35,26 @@ MISTAKES = {  # a command line, and what its lines must say
     "fit --config key.yaml": ("--trainer.max_epoch", "did you mean --trainer.max_epochs?"),
     "fit --model=LeNot": ("--model=LeNot", "LeNet, ResNet18, or a path: my_package."),
     "fit --model=nowhere.Net": ("--model=nowhere.Net", "No module named 'nowhere'"),
-    "fit --model.lr_scheduler=StepLR": ("--model.lr_scheduler=StepLR", "step_size"),
+    "fit --model.lr_scheduler=StepLR": ("step_size; add --model.lr_scheduler.step_size=VALUE (",),
+    "fit --model.lr_scheduler=own_schedule.Decay": (
+        *("--model.lr_scheduler.total_steps=VALUE", "a default, which becomes the length of the"),
+    ),
+    "fit --config optimizer.yaml": ("--optimizer=torch.optim.AdamW", "mean --model.optimizer?"),
+    "fit --config fit.yaml": ("--fit.trainer.max_epochs=1", "did you mean --trainer.max_epochs?"),
+    "fit --config old_name.yaml": (
+        "--trainer.callbacks.0=pytorch_lightning.callbacks.EarlyStopping: write lightning.pytorch",
+    ),
+    "fit --checkpoint.save_last=true": ("the last epoch is always saved, in last.ckpt",),
+    "fit --trainer.strategy=ddp --trainer.strategy.timeout=0:00:00": (
+        "--trainer.strategy.timeout=0:00:00: use a time above 0",
+    ),
+    "fit --run_dir=a\0b": ("an argument has a NUL",),
+    f"fit {CPU} --trainer.devices=1 --data.source=synthetic --data.val_size=60000": (
+        "data.val_size=60000 leaves no image of 60000",
+    ),
+    f"fit {SMALL} --trainer.val_check_interval=1000": (
+        "error: `val_check_interval` (1000) must be",
+    ),
     "fit --data.batch_size=many": ("--data.batch_size=many: Expected a <class 'int'> (",),
     "fit --model.lr=nan": ("--model.lr=nan: Expected a <class 'float'> (",),
     "fit --trainer.precision=17": ("--trainer.precision=17", "bf16-mixed"),
@@ -77,6 +97,7 @@ MISTAKES = {  # a command line, and what its lines must say
 }
 NUMBERS = (  # an option with a number that it cannot have
     *("fit --trainer.accumulate_grad_batches=-1", "fit --trainer.devices=1000000000000"),
+    "fit --model.label_smoothing=2",
     *("fit --model.lr=.nan", "fit --model.lr=1.0e+300", "fit --seed_everything=false"),
     "fit --model.optimizer=SGD --model.optimizer.lr=0.1 --model.optimizer.momentum=.nan",
 )
@@ -93,6 +114,13 @@ FILES = {
     + "".join(f"a{i + 1}: &{i + 1} [{', '.join(9 * [f'*{i}'])}]\n" for i in range(9)),
     "empty.yaml": "run_dir: ''\n",
     "key.yaml": "trainer: {max_epoch: 2}\n",
+    "optimizer.yaml": "optimizer: {class_path: torch.optim.AdamW, init_args: {lr: 0.1}}\n"
+    "model: {class_path: LeNet, init_args: {optimizer: torch.optim.SGD}}\n",
+    "fit.yaml": "fit: {trainer: {max_epochs: 1}}\n",
+    "old_name.yaml": "trainer: {callbacks: [{class_path: pytorch_lightning.callbacks.EarlyStopping,"
+    " init_args: {monitor: val_loss}}]}\n",
+    "own_schedule.py": "from torch.optim.lr_scheduler import LambdaLR\n"
+    "class Decay(LambdaLR):\n    def __init__(self, optimizer, total_steps: int): ...\n",
     "text.ckpt": "a text",
     "timm.py": "raise ModuleNotFoundError(\"No module named 'timm'\")",
 }
@@ -175,6 +203,26 @@ def test_code_of_ones_own(
     end = read_run_json(tmp_path / "late")["end"]
     assert end["state"] == "failed" and "ValueError: a defect" in end["why"]
     assert "raise ValueError" in (tmp_path / "late" / "error.log").read_text()
+
+
+def test_an_error_without_a_text_and_with_control_characters(capsys):
+    for error in (UsageError(" \n"), UsageError("\x1b[31mred\x07")):
+        with pytest.raises(SystemExit), one_line_errors(False):
+            raise error
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.partition(" (")[0] for line in lines] == ["error: UsageError", "error: ?[31mred?"]
+
+
+@pytest.mark.parametrize("cli", [7, "cli", int])
+def test_a_command_line_of_ones_own_is_a_subclass(cli, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["x", "fit"])
+    for name in ("path", "meta_path"):
+        monkeypatch.setattr(sys, name, [*getattr(sys, name)])
+    monkeypatch.setattr("lightning_mgpu.runs.record.stop_on_signals", lambda: None)
+    monkeypatch.setattr("lightning_mgpu.cli.main.hide_messages", lambda: None)
+    with pytest.raises(SystemExit, match="2"):
+        command_line(cli)
+    assert f"error: main(cli={cli!r}): not a subclass of Tra" in capsys.readouterr().err
 
 
 def test_an_error_of_torchs_code_keeps_its_traceback() -> None:
