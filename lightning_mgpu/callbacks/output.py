@@ -17,14 +17,14 @@ from lightning_mgpu.runs.record import count_parameters
 
 @dataclass(eq=False)
 class RunOutput(Checkpoint):
-    """Prints and draws. A `Checkpoint` is called last, when all of an epoch is logged.
+    """Prints and draws. It is a `Checkpoint` to be called last.
 
     Args:
         header: Print a few lines about the run at its start.
         lines: Print a line per epoch.
         curve: Draw `curve.png` after every epoch.
         pictures: Draw `confusion.png` and `predictions.png` in a test.
-        test: `fit` tests the best epoch. Without it, a run never looks at the test set.
+        test: `fit` tests the best epoch; if false, it never reads the test set.
     """
 
     header: bool = True
@@ -32,7 +32,7 @@ class RunOutput(Checkpoint):
     curve: bool = True
     pictures: bool = True
     test: bool = True
-    # scripts read these of every `Checkpoint` of a Trainer; it saves none
+    # scripts read these of every `Checkpoint`; it saves none
     best_model_path: ClassVar[str] = ""
     last_model_path: ClassVar[str] = ""
     best_model_score: ClassVar[None] = None
@@ -45,6 +45,10 @@ class RunOutput(Checkpoint):
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
         batch = global_batch_size(trainer)  # warns
+        logs = trainer.training and trainer.loggers and not trainer.fast_dev_run
+        every = trainer.log_every_n_steps
+        if logs and trainer.estimated_stepping_batches < every:
+            rank_zero_warn(f"fewer steps than log_every_n_steps={every}: no step is logged")
         if not self.header or not trainer.is_global_zero:
             return
         self.header = False

@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from lightning_mgpu import __version__
 from lightning_mgpu.tools import make_parser
 
 TEMPLATE = Path(__file__).parent / "template"
@@ -21,9 +22,10 @@ CLONE = Path(__file__).parents[2]
 def new_command(arguments: Sequence[str]) -> None:
     """Entry point of `new`: write the project's files, with its name and our address in them."""
     parser = make_parser("new", __doc__)
-    parser.add_argument("target", type=Path, help="the new directory; its name is the package's")
+    add = parser.add_argument
+    add("target", type=Path, help="the new directory; its name is the package's")
     default = CLONE.as_uri() if (CLONE / "pyproject.toml").is_file() else None
-    parser.add_argument("--from", default=default, required=not default, help="our URL for pip")
+    add("--from", dest="url", default=default, required=not default, help="pip URL of this package")
     options = parser.parse_args(arguments)
     target, name = options.target, options.target.resolve().name
     if target.exists():
@@ -32,10 +34,10 @@ def new_command(arguments: Sequence[str]) -> None:
         parser.error(f"{name} cannot be the name of a package: take small letters, digits and _")
     if find_spec(name):
         parser.error(f"Python has a package {name} already: take another name")
+    hosted = re.sub("^file:.*", "git+https://github.com/OWNER/lightning_mgpu", options.url)
     words = {"my_project": name, "my-project": name.replace("_", "-")}
-    words["file:///LIGHTNING_MGPU"] = vars(options)["from"]
-    # in one pass: the address may hold one of the words
-    fill_in = partial(re.sub, "|".join(words), lambda match: words[match[0]])
+    words |= {"0.0.0": __version__, "ADDRESS": hosted}
+    fill_in = partial(re.sub, "|".join(words), lambda match: words[match[0]])  # in one pass
     target.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=target.parent) as part:  # all of it, or nothing
         for source in TEMPLATE.rglob("*"):
@@ -45,6 +47,6 @@ def new_command(arguments: Sequence[str]) -> None:
                 file.parent.mkdir(parents=True, exist_ok=True)
                 file.write_text(fill_in(source.read_text()))
         Path(part, name).rename(target)
-    print(f"{target} is a project of your own. Go on with:")
-    print(f'    cd {target} && git init && pip install -e ".[test]" && pytest')
-    print(f"    python -m {name} fit")
+    print(f"{target} is a project of your own. Continue with:")
+    print(f'    cd {target} && git init && pip install -e ".[test]" && python -m {name} fit')
+    print(f'In another environment, first: pip install "lightning-mgpu[sweep] @ {options.url}"')

@@ -16,7 +16,7 @@ from lightning_mgpu.allreduce import ring_allreduce
 from lightning_mgpu.callbacks import RunOutput, curve
 from lightning_mgpu.models import LeNet
 from lightning_mgpu.runs.checkpoints import BestCheckpoint
-from lightning_mgpu.runs.metrics import MetricsFile
+from lightning_mgpu.runs.metrics import MetricsFile, read_rows
 from lightning_mgpu.strategies import ManualAllreduceStrategy
 
 
@@ -56,6 +56,18 @@ def test_a_header_then_one_line_per_epoch(
     strategy = ManualAllreduceStrategy(ring_allreduce)
     trainer(RunOutput(), strategy=strategy).validate(model, data, verbose=False)
     assert "Strategy (ring_allreduce on gathered gradients) on" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("every", "warns"), [(14, False), (15, True)])
+def test_a_run_of_too_few_steps_to_log_one(every, warns, make_data, trainer, recwarn):
+    """Two epochs of seven steps, of which each alone is shorter."""
+    run = trainer(RunOutput(), max_epochs=2, log_every_n_steps=every)
+    run.fit(LeNet(), make_data())
+    told = f"fewer steps than log_every_n_steps={every}: no step is logged"
+    assert any(told in str(each.message) for each in recwarn) == warns
+    rows = read_rows(Path(run.default_root_dir))
+    assert any(row.get("loss") for row in rows) != warns
+    run.test(LeNet(), make_data(), verbose=False)
 
 
 class Named(LightningModule):

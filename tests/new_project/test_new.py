@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from lightning_mgpu import __version__
 from lightning_mgpu.new_project import cli
 from tests.conftest import REPOSITORY
 
@@ -21,17 +22,21 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
-def test_its_files_have_its_name(project: Path, main: Callable[..., int], tmp_path: Path) -> None:
+def test_its_files_have_its_name(project, main, tmp_path, capfd):
     files = [path for path in project.rglob("*") if path.is_file() and "cache" not in str(path)]
     texts = {str(path.relative_to(project)): path.read_text() for path in files}
     parts = {f"stars/{name}.py" for name in ("__init__", "__main__", "model", "data")}
     settings = {"pyproject.toml", ".gitignore", "configs/default.yaml", ".github/workflows/ci.yml"}
     assert {*parts, *settings, "README.md", "tests/test_stars.py"} < {*texts} and len(texts) < 14
     assert "my_project" not in "".join(texts.values())
-    assert f'"lightning-mgpu[sweep] @ {REPOSITORY.as_uri()}"' in texts["pyproject.toml"]
+    assert f'"lightning-mgpu[sweep]>={__version__}"' in texts["pyproject.toml"]
+    assert "file://" not in "".join(texts.values())  # it would replace an editable installation
+    ci = ".github/workflows/ci.yml"
+    assert "@ git+https://github.com/OWNER/lightning_mgpu" in texts[ci]
     address = "git+https://example.org/my_project.git"  # holds a word of the template
     assert main("new", "deep/stars", f"--from={address}") == 0
-    assert f"[sweep] @ {address}" in (tmp_path / "deep/stars/pyproject.toml").read_text()
+    assert f"[sweep] @ {address}" in (tmp_path / "deep/stars" / ci).read_text()
+    assert f'pip install "lightning-mgpu[sweep] @ {address}"' in capfd.readouterr().out
 
 
 @pytest.fixture
@@ -57,6 +62,7 @@ SAYS = {
     "fit --help": "usage: python -m stars fit",
     "fit --model.help": "--model.width",
     "fit --print_config": "class_path: stars.MyModel",
+    "fit --print_config --trainer.max_epochs=3": "log_every_n_steps: 10",  # this package's
     "fit --model=LeNet --print_config": "class_path: lightning_mgpu.models.LeNet",
     "fit --trainer.max_epoch=3": "did you mean --trainer.max_epochs?",
     "fit --config sweep/learnin_rate.yaml": "no such file, here or in",
