@@ -9,9 +9,10 @@ label and options. Other options go to every `fit`, which trains by AdamW with a
 none of them says otherwise. Every run keeps its directory under --out. A run with the same options,
 link, F, seed and version is not made again, so after a kill the same command goes on. The version
 is a checksum of the Python files of the package, of the working directory and of those in
-PYTHONPATH, and of the directories in them. After each run the script writes runs.csv and draws
-accuracy.png, with the rows of this command: validation accuracy against the MB that a machine
-sends, and against seconds of training with its evaluations, which `--faster` divides.
+PYTHONPATH, and of the directories in them. After each run the script writes runs.csv (a line per
+run), curves.csv (a line per evaluation) and draws accuracy.png, with the rows of this command:
+validation accuracy against the MB that a machine sends, and against seconds of training with its
+evaluations, which `--faster` divides.
 """
 
 import csv
@@ -30,7 +31,12 @@ from exchanges_on_links import find_row, make_parser, network_line, read_table, 
 from matplotlib.figure import Figure
 
 import lightning_mgpu
+from lightning_mgpu.cli.errors import one_line_errors
+from lightning_mgpu.cli.main import hide_messages
+from lightning_mgpu.cli.options import read_options
+from lightning_mgpu.cli.training_cli import TrainingCLI
 from lightning_mgpu.runs.metrics import read_rows
+from lightning_mgpu.tools import UsageError
 
 OPTIONS = (
     *("--model.optimizer=AdamW", "--model.optimizer.lr=0.002", "--model.lr=null"),
@@ -56,6 +62,26 @@ def digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
+def check_options(line: list[str]) -> None:
+    """Exit before anything is trained if options of a run leave out what this script reads."""
+    with one_line_errors(False):
+        options = read_options("fit", line[line.index("fit") + 1 :])
+        config = TrainingCLI("fit", options).config  # parses, and seeds this process
+        os.environ.pop("PL_GLOBAL_SEED", None)
+        trainer = config.trainer
+        if config.output.test is False:
+            raise UsageError("--output.test=false: the test accuracy is needed")
+        for name in ("limit_val_batches", "limit_test_batches", "logger"):
+            if trainer[name] in (0, False):
+                raise UsageError(f"--trainer.{name}={trainer[name]}: its values are needed")
+        if trainer.fast_dev_run:
+            raise UsageError("--trainer.fast_dev_run: it writes nothing")
+        num, every = trainer.limit_train_batches, trainer.val_check_interval
+        if isinstance(num, int) and isinstance(every, int) and num < every:
+            told = f"fewer batches than --trainer.val_check_interval={every}"
+            raise UsageError(f"--trainer.limit_train_batches={num}: {told}")
+
+
 def train(out: Path, label: str, line: list[str], about: dict[str, Any]) -> dict[str, Any]:
     """The numbers of a run: from its directory, or by making it."""
     name = "".join(letter if letter.isalnum() else "_" for letter in label)
@@ -70,13 +96,13 @@ def train(out: Path, label: str, line: list[str], about: dict[str, Any]) -> dict
         found["cores_are_short"] = "Cores are short" in output
         (run / RESULT).write_text(json.dumps(about | found, indent=2))
     rows = read_rows(run)
-    names = "seconds", "sent_mb", "val_acc"
+    names = "seconds", "sent_mb", "val_acc", "step"
     points = [[row[name] for name in names] for row in rows if row.get("val_acc")]
     test = next((float(row["test_acc"]) for row in rows if row.get("test_acc")), None)
     if test is None or not points:
         sys.exit(f"{run}: the model has to log val_acc and test_acc, as a Classifier does")
-    curve = np.array(points, float) / (about["faster"], 1, 1)
-    seconds, mb, val_acc = curve[-1].round(4).tolist()
+    curve = np.array(points, float) / (about["faster"], 1, 1, 1)
+    seconds, mb, val_acc, _ = curve[-1].round(4).tolist()
     last = {"seconds": round(seconds, 1), "mb": mb, "val_acc": val_acc, "test_acc": round(test, 4)}
     known = json.loads((run / RESULT).read_text())
     return {"run": run.name, "label": label, **known, **last, "curve": curve}
@@ -89,6 +115,17 @@ def write_csv(path: Path, found: list[dict[str, Any]]) -> None:
         writer = csv.DictWriter(file, names, extrasaction="ignore")
         writer.writeheader()
         writer.writerows(found)
+
+
+def write_curves(path: Path, found: list[dict[str, Any]]) -> None:
+    """A line per evaluation."""
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["method", "link", "seed", "step", "seconds", "mb", "accuracy"])
+        for run in found:
+            for seconds, mb, accuracy, step in run["curve"].tolist():
+                row = [int(step) + 1, round(seconds, 3), round(mb, 6), accuracy]
+                writer.writerow([run["label"], run["link"], run["seed"], *row])
 
 
 def draw(found: list[dict[str, Any]]) -> Figure:
@@ -104,7 +141,7 @@ def draw(found: list[dict[str, Any]]) -> Figure:
                 continue
             length = min(map(len, curves))  # of a run with other options there may be fewer points
             curves = np.stack([curve[:length] for curve in curves])
-            seconds, mb, accuracy = curves.mean(0).T
+            seconds, mb, accuracy, _ = curves.mean(0).T
             for axes, x in ((by_mb, mb), (by_seconds, seconds)):
                 style = {"color": f"C{number}", "marker": "os^vDPX*"[number % 8], "markersize": 4}
                 axes.plot(x, accuracy, label=label, **style)
@@ -119,7 +156,7 @@ def draw(found: list[dict[str, Any]]) -> Figure:
         seeds = ", ".join(sorted({str(each["seed"]) for each in found}))
         by_seconds.set_title(f"mean and range; seeds: {seeds}", loc="right", fontsize=10)
         is_short = any(each.get("cores_are_short") for each in found)
-        told = ": cores were short, do not trust them" if is_short else ""
+        told = "\n(cores were short: do not trust them)" if is_short else ""
         by_seconds.set(xlabel=f"seconds of training, with its evaluations{told}")
         by_seconds.set_xlim(left=0)
         by_seconds.legend(loc="lower right", fontsize=8)
@@ -153,6 +190,9 @@ def main() -> None:
     found = []
     version, own = find_version(), [*OPTIONS, f"--trainer.max_epochs={args.epochs}", *options]
     links = [each if each.count(",") > 1 else f"{each},{args.machines}" for each in args.links]
+    hide_messages()
+    for row in labels:
+        check_options(network_line(row, links[0], own, args.images, args.faster))
     for seed in args.seeds:  # outermost, so that the first picture of all rows comes early
         for link in links:
             for row, label in labels.items():
@@ -162,8 +202,11 @@ def main() -> None:
                 found.append(train(args.out, label, line, about))
                 print("{run}: {seconds} s, test_acc {test_acc}".format(**found[-1]), flush=True)
                 write_csv(args.out / "runs.csv", found)
+                write_curves(args.out / "curves.csv", found)
                 draw(found).savefig(args.out / "accuracy.png", dpi=110)
     print_table(found)
+    names = ("accuracy.png", "curves.csv", "runs.csv")
+    print(f"written: {', '.join(str(args.out / name) for name in names)}")
 
 
 if __name__ == "__main__":
