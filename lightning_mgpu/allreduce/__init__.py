@@ -1,32 +1,37 @@
 """Allreduce by hand: `allreduce(tensors)` leaves the sum of k tensors, one per device, in each.
 
 An algorithm is a plain function over a list of tensors, so it can be read, tested and swapped by
-itself; `check_allreduce` holds yours to the same contract. What each costs for k devices and
-tensors of n bytes (a round is the time in which every device can send one message and receive one):
+itself; `check_allreduce` holds yours to the same contract. What each costs for k > 1 devices and
+tensors of n bytes:
 
-| file        | messages | rounds           | busiest sends and gets  | the idea                   |
-| ----------- | -------- | ---------------- | ----------------------- | -------------------------- |
-| `textbook`  | 2(k-1)   | 2(k-1)           | (k-1) n                 | sum on device 0, copy back |
-| `key_value` | 2(k-1)   | 2(k-1)           | (k-1) n                 | the same, with a store     |
-| `tree`      | 2(k-1)   | 2 ceil(log2 k)   | ceil(log2 k) n          | sum pairs, pairs of pairs  |
-| `sharded`   | 2k(k-1)  | 2(k-1), each n/k | 2(k-1)/k n, lower bound | each device sums one slice |
-| `ring`      | 2k(k-1)  | 2(k-1), each n/k | 2(k-1)/k n, lower bound | the same, by neighbours    |
+| file               | messages | supersteps      | busiest: in, out  | the idea                   |
+| ------------------ | -------- | --------------- | ----------------- | -------------------------- |
+| `textbook`         | 2(k-1)   | 2               | (k-1) n           | sum on device 0, copy back |
+| `key_value`        | 2(k-1)   | 2               | (k-1) n           | the same, with a store     |
+| `tree`             | 2(k-1)   | 2 floor(log2 k) | ceil(log2 k) n    | sum pairs, pairs of pairs  |
+| `sharded`          | 2k(k-1)  | 2               | 2(k-1)/k n        | each device sums one slice |
+| `ring`             | 2k(k-1)  | 2(k-1)          | 2(k-1)/k n        | the same, by neighbors     |
+| `halving_doubling` | 2k log2k | 2 log2k         | 2(k-1)/k n        | the same, by partners      |
 
-The store of `key_value` is on device 0; with a machine of its own, k takes the place of k-1. A test
-counts all of these, and `python -m lightning_mgpu allreduce NAME` counts yours.
-
-Few large messages win when each has a high fixed cost, small even ones when bandwidth limits.
+Messages that do not depend on each other share a superstep. It takes the latency of a message, and
+the time for the bytes of its busiest device (record.py, plan.py). No allreduce can send and receive
+less than 2(k-1)/k n. Few supersteps win if the latency is high, small ones if the bandwidth is low.
 
 `textbook`, `tree` and `key_value` add every element in the same order, whatever else is in the
 tensor. They say so by an attribute, `elementwise = True`: a strategy may call them on any slice of
 a bucket of gradients, for example once per bucket instead of once per parameter.
+
+The store of `key_value` is on device 0. With a separate machine, k replaces k-1. Tests compare the
+table with plans, and `python -m lightning_mgpu allreduce NAME` counts the messages of yours.
 """
 
 from lightning_mgpu.allreduce.check import (
     Allreduce,
     check_allreduce,
+    counts_to_check,
     find_allreduce,
 )
+from lightning_mgpu.allreduce.halving_doubling import halving_doubling_allreduce
 from lightning_mgpu.allreduce.key_value import KeyValueStore, key_value_allreduce
 from lightning_mgpu.allreduce.ring import ring_allreduce
 from lightning_mgpu.allreduce.sharded import sharded_allreduce
@@ -37,7 +42,9 @@ __all__ = [
     "Allreduce",
     "KeyValueStore",
     "check_allreduce",
+    "counts_to_check",
     "find_allreduce",
+    "halving_doubling_allreduce",
     "key_value_allreduce",
     "ring_allreduce",
     "sharded_allreduce",

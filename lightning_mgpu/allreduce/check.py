@@ -6,12 +6,23 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from lightning_mgpu.allreduce.plan import run_plan
+from lightning_mgpu.allreduce.record import record
+
+WRITTEN = (
+    "as it is written (there `.to(device)` copies from another device only: .clone() its result "
+    "before you write to it, or use as_written=false)"
+)
 Allreduce = Callable[[list[Tensor]], None]
 """Turns k >= 1 tensors of one shape, one per device, into their sum.
 
 It works in place. The sums are bit-identical on every device and at every call, for any shape
 (empty, not divisible by k), any strides and any floating dtype. Those of this package take 0-d
-tensors too; yours need not."""
+tensors too; yours need not.
+
+A function with the attribute `elementwise = True` may be called on any slice of a flat row of
+gradients: it adds every element in the same order, so the sums are bitwise identical. A function
+with the attribute `powers_of_two = True` is called only with k = 1, 2, 4, 8, ..."""
 
 
 def find_allreduce(name: str) -> Allreduce:
@@ -22,13 +33,24 @@ def find_allreduce(name: str) -> Allreduce:
     """
     function = pydoc.locate(f"{__package__}.{name}_allreduce") or pydoc.locate(name)
     if not callable(function):
-        names = "textbook, key_value, tree, sharded, ring"
+        names = "textbook, key_value, tree, sharded, ring, halving_doubling"
         raise ValueError(f"no allreduce {name!r}: take {names}, or a path, my_module.my_allreduce")
     return function
 
 
-def check_allreduce(allreduce: Allreduce, devices: Sequence[torch.device]) -> None:
+def counts_to_check(allreduce: Allreduce, k: int) -> list[int]:
+    """Numbers of devices: k, and 3 and 4. With two, sums in any order are equal."""
+    powers_of_two = getattr(allreduce, "powers_of_two", False)
+    return sorted({k, 4} if powers_of_two else {k, 3, 4})
+
+
+def check_allreduce(
+    allreduce: Allreduce, devices: Sequence[torch.device], as_written: bool = False
+) -> None:
     """Call `allreduce` on small tensors, one for each of `devices`, and hold it to the contract.
+
+    Args:
+        as_written: Also run its plan on them, and compare the results bitwise.
 
     Raises:
         ValueError: One line that names the device, its result and the expected one.
@@ -44,6 +66,10 @@ def check_allreduce(allreduce: Allreduce, devices: Sequence[torch.device]) -> No
             halves = zip(*(x.flatten().chunk(2) for x in inputs))
             parts = [_call(name, allreduce, [*half], devices) for half in halves]
             others["on slices (`elementwise`)"] = [torch.cat(part) for part in zip(*parts)]
+        if as_written:
+            tensors = [x.to(device, copy=True) for x, device in zip(inputs, devices)]
+            run_plan(record(allreduce, len(devices), inputs[0]), tensors)
+            others[WRITTEN] = [t.cpu() for t in tensors]
         for where, expected in others.items():
             for i, (found, other) in enumerate(zip(result, expected)):
                 if (differs := found != other.view_as(found)).any():

@@ -35,9 +35,9 @@ class KeyValueStore:
 def key_value_allreduce(tensors: list[Tensor]) -> None:
     """Every device pushes its tensor to a store, then pulls the sum, in place.
 
-    The store is on device 0 and needs memory for k n bytes. 2(k-1) messages of n bytes come and go,
-    one after the other, because all have the store at one end. In a cluster the store is a machine
-    of its own (2k messages), and the keys are dealt out to several of them.
+    The store is on device 0 and needs memory for k n bytes. All 2(k-1) messages of n bytes have the
+    store at one end. In a cluster the store is a separate machine (2k messages), and the keys are
+    dealt out to several of them.
 
     Source: d2l.ai, 'Parameter Servers', 'Key--Value Stores'; Li et al., 'Scaling Distributed
     Machine Learning with the Parameter Server' (2014).

@@ -10,7 +10,7 @@ from lightning_mgpu.allreduce.flat import flattened
 def sharded_allreduce(tensors: list[Tensor]) -> None:
     """Cut the tensors into k slices, sum slice i on device i, then give it to the others, in place.
 
-    2k(k-1) messages of n/k bytes, in 2(k-1) rounds: every device sends 2(k-1)/k n bytes and
+    2k(k-1) messages of n/k bytes, in 2 supersteps: every device sends 2(k-1)/k n bytes and
     receives as many, the least any allreduce can do, and all work at the same time. The first loop
     is a reduce-scatter, the second an all-gather.
 

@@ -9,7 +9,7 @@ def textbook_allreduce(tensors: list[Tensor]) -> None:
     """Sum on device 0, then copy the sum back to every other device, in place.
 
     2(k-1) messages of n bytes, all to or from device 0: it receives (k-1) n bytes and sends (k-1)
-    n, one message after the other, while the rest wait.
+    n, while the rest wait.
 
     Source: d2l.ai, 'Training on Multiple GPUs', `allreduce`. In 2021 it had
     `data[i] = data[0].to(...)`: the list got another tensor, and device i's own gradient stayed as

@@ -1,6 +1,6 @@
-"""An allreduce counted, drawn and predicted; `cli.py` has the command. Can be deleted."""
+"""The messages of an allreduce: counted, drawn and predicted (command: cli.py). Droppable."""
 
 from lightning_mgpu.drawing.picture import draw
-from lightning_mgpu.drawing.trace import trace
+from lightning_mgpu.drawing.trace import predict, trace
 
-__all__ = ["draw", "trace"]
+__all__ = ["draw", "predict", "trace"]

@@ -1,80 +1,101 @@
-"""What does an allreduce send, and how long would that take?
+"""Which messages does an allreduce send, and how long would they take?
 
     python -m lightning_mgpu allreduce my_allreduce.chain_allreduce --devices 4
-    python -m lightning_mgpu allreduce textbook ring top_k --devices 8 --link nvlink --sweep
+    python -m lightning_mgpu allreduce textbook ring top_k --delay_ms 2 --mbit 50 --sweep
 
-An allreduce runs once, without numbers; an exchange 64 times on a normal matrix per device, the
-same in each step: by error feedback, the error of the sum comes near 0. Times are computed: a round
-lasts as long as its largest message, no two pairs share a link, and sums take no time.
+An allreduce is recorded without values. An exchange runs 64 times on a normal matrix per device,
+the same in each step: with error feedback, the error of the sum approaches 0. The predicted time is
+the sum over supersteps of the delay and of the time for the largest number of bytes that a device
+sends or receives (Valiant's BSP model; LogGP is finer). Computation is not included.
 """
 
 import pydoc
 from inspect import isgeneratorfunction
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from lightning_mgpu.allreduce import check_allreduce, find_allreduce
+from lightning_mgpu.allreduce import check_allreduce, counts_to_check, find_allreduce
+from lightning_mgpu.allreduce.plan import Plan
 from lightning_mgpu.drawing.picture import draw, draw_times
-from lightning_mgpu.drawing.trace import NUM_STEPS, Trace, trace
-from lightning_mgpu.tools import make_parser
+from lightning_mgpu.drawing.trace import NUM_STEPS, predict, trace, trace_exchange
+from lightning_mgpu.tools import UsageError, make_parser
 
-LINKS = {  # seconds per message (NVLink's are PCIe's), bytes per second: d2l.ai, 'Hardware'
-    "nvlink": (5e-6, 100e9),
-    "pcie3": (5e-6, 16e9),
-    "100gbe": (10e-6, 10e9),
-    "10gbe": (10e-6, 1e9),
-}
+SIZES = (0.001, 0.064, 0.516, 8, 160)  # MB
+COUNTS = (2, 4, 8, 16, 32)
 
 
 def find(name: str) -> Any:
     """A function by its short name or its path. The exchanges can be deleted."""
+    if name.startswith("_"):
+        raise UsageError(f"no allreduce {name!r}: use a name without an underscore, or a path")
     found = pydoc.locate(f"lightning_mgpu.exchanges.{name}")
     return found if callable(found) else find_allreduce(name)
+
+
+def check(name: str, function: Any, k: int) -> None:
+    if isgeneratorfunction(function):
+        print(f"{name}: an exchange, on at most 256 x 256 numbers")
+        find("check_exchange")(function)
+    else:
+        counts = counts_to_check(function, k)
+        for each in counts:
+            check_allreduce(function, [torch.device("cpu")] * each, as_written=True)
+        print(f"{name}: correct for k = {', '.join(map(str, counts))}")
+
+
+def report(name: str, plan: Plan, errors: list[float], link: tuple[float, float]) -> None:
+    ms, n, k = 1000 * predict(plan, *link), plan.like.nbytes, plan.k
+    print(f"{name}: {len(plan.messages)} messages in {plan.num_supersteps} supersteps, {ms:.4g} ms")
+    for verb, counts in (("sent", plan.sent), ("received", plan.received)):
+        print(f"  MB {verb} per device: {', '.join(f'{count / 1e6:.4g}' for count in counts)}")
+    largest, least = max(*plan.sent, *plan.received) / n, 2 * (k - 1) / k
+    print(f"  at most {largest:.4g} n, with n = {n / 1e6:.4g} MB; the lower bound is {least:.4g} n")
+    if errors:
+        print(f"  {max(plan.sent) / n / max(k - 1, 1):.3%} of the tensor to each other device")
+        first, last = errors[0], errors[-1]
+        print(f"  error of the sum: {first:.2%} in a step, {last:.2%} over {NUM_STEPS} steps")
 
 
 def allreduce_command(arguments: list[str]) -> None:
     parser = make_parser("allreduce", __doc__)
     add = parser.add_argument
     add("names", nargs="+", help="textbook, ring, top_k, ..., or the path of a function")
-    add("--devices", type=int, metavar="N", default=4)
-    add("--mb", type=float, default=160, help="of each device's tensor (default: 160, the book's)")
-    add("--link", choices=LINKS, default="pcie3", help="as in the book's 'Hardware'")
-    add("--sweep", action="store_true", help="draw times: 2 to 64 devices, and 1 KB to 7 GB")
+    add("--devices", type=int, metavar="N", default=4, help="number of devices (default: 4)")
+    add("--mb", type=float, default=0.516, help="size of the tensors (default: LeNet's gradients)")
+    add("--delay_ms", type=float, default=20.0, help="latency of a message (default: 20)")
+    add("--mbit", type=float, default=100.0, help="bandwidth per direction, Mbit/s (default: 100)")
+    add("--sweep", action="store_true", help="draw times: 2 to 32 devices, and 1 KB to 160 MB")
     add("--picture", default="allreduce.png")
     args = parser.parse_args(arguments)
+    if Path(args.picture).suffix not in (".png", ".pdf", ".svg"):
+        parser.error(f"--picture={args.picture}: name a .png, .pdf or .svg file")
     functions = {name: find(name) for name in args.names}
     if args.sweep and any(map(isgeneratorfunction, functions.values())):
         parser.error("--sweep: not for an exchange, which runs on matrices of one size")
-    link = LINKS[args.link]
+    link = args.delay_ms / 1000, args.mbit * 1e6 / 8
 
-    def run(name: str, k: int = args.devices, mb: float = args.mb) -> Trace:
-        return trace(functions[name], k, max(1, round(mb * 1e6 / 4)))
+    def run(name: str, k: int = args.devices, mb: float = args.mb) -> tuple[Plan, list[float]]:
+        numel, function = max(1, round(mb * 1e6 / 4)), functions[name]
+        is_exchange = isgeneratorfunction(function)
+        return (
+            trace_exchange(function, k, numel) if is_exchange else (trace(function, k, numel), [])
+        )
+
+    def milliseconds(name: str, k: int = args.devices, mb: float = args.mb) -> float:
+        return 1000 * predict(run(name, k, mb)[0], *link)
 
     for name, function in functions.items():
-        if isgeneratorfunction(function):
-            print(f"{name}: an exchange, on at most 256 x 256 numbers")
-            find("check_exchange")(function)
-        else:
-            for k in sorted(checked := {2, 3, 4, args.devices}):
-                check_allreduce(function, [torch.device("cpu")] * k)
-            print(f"{name}: right for k = {', '.join(map(str, sorted(checked)))}")
-    print(f"{1e6 * link[0]:g} us per message, {link[1] / 1e9:g} GB/s ({args.link})")
-    traces = {name: run(name) for name in functions}
-    for name, each in traces.items():
-        n, ms, least = each.nbytes, each.milliseconds(*link), 2 * (each.k - 1) / each.k
-        print(f"{name}: {len(each.messages)} messages in {each.num_rounds} rounds, {ms:.4g} ms")
-        print(f"  n = {n / 1e6:g} MB; a device sends at most {max(each.sent) / n:.4g} n")
-        print(f"  it gets at most {max(each.received) / n:.4g} n; an allreduce needs {least:.4g} n")
-        if each.errors:
-            share, (first, *_, last) = max(each.sent) / n / max(each.k - 1, 1), each.errors
-            print(f"  it sends {share:.3%} of its tensor to each other device")
-            print(f"  off the exact sum by {first:.2%}, and over {NUM_STEPS} steps by {last:.2%}")
-    figure = draw(traces)
+        check(name, function, args.devices)
+    print(f"predicted for {args.delay_ms:g} ms and {args.mbit:g} Mbit/s:")
+    runs = {name: run(name) for name in functions}
+    for name, (plan, errors) in runs.items():
+        report(name, plan, errors, link)
+    figure = draw({name: plan for name, (plan, _) in runs.items()})
     if args.sweep:
-        sizes, ks = (0.001, 0.064, 0.5, 45, 160, 7000), (2, 4, 8, 16, 32, 64)
-        by_mb = {f: {mb: run(f, mb=mb).milliseconds(*link) for mb in sizes} for f in functions}
-        by_k = {f: {k: run(f, k).milliseconds(*link) for k in ks} for f in functions}
+        by_mb = {name: {mb: milliseconds(name, mb=mb) for mb in SIZES} for name in functions}
+        by_k = {name: {k: milliseconds(name, k) for k in COUNTS} for name in functions}
         figure = draw_times({f"devices, {args.mb:g} MB": by_k, f"MB, k = {args.devices}": by_mb})
     figure.savefig(args.picture, dpi=110)
     print(f"picture: {args.picture}")

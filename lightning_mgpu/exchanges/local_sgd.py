@@ -94,8 +94,8 @@ class LocalSGDStrategy(ExchangeStrategy):
         **kwargs: Any,
     ) -> None:
         super().__init__(exchange, options, **kwargs)
-        if every < 1:
-            raise ValueError(f"{every=}: it is 1 or more")
+        if not (isinstance(every, int) and 1 <= every <= 10**9):
+            raise ValueError(f"{every=}: must be a positive integer")
         if outer and (outer_lr, outer_momentum) != (1, 0):
             raise ValueError(
                 "`outer_lr` and `outer_momentum`, which exchange_diloco sets, need the default of "

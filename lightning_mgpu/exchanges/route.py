@@ -60,11 +60,17 @@ class Plan:
         if self.meeting is not None:
             rows = self.meeting.gather(rows.reshape(-1), "an exchange")
         rows = rows.reshape(-1, len(running))
+        if not (rows != rows[0]).any():
+            return
+        if self.meeting is not None:
+            told = self.meeting.gather_objects(told[0], "shapes of an exchange")
         for replica, i in np.argwhere(rows != rows[0]).tolist():
             name, waiting = [*running.items()][i]
             lines = [each.gi_yieldfrom.gi_frame.f_lineno for each in waiting if each.gi_yieldfrom]
-            where = f"{name}, waiting in line {lines}"
-            raise RuntimeError(f"{where}: replica {replica} does not send what replica 0 sends")
+            raise RuntimeError(
+                f"{name}, waiting in line {lines}: replica {replica} sends {told[replica][name]}, "
+                f"but replica 0 sends {told[0][name]}"
+            )
 
 
 def exact(X: Tensor, state: Any) -> Exchange:

@@ -54,8 +54,8 @@ class ExchangeStrategy(ManualAllreduceStrategy):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        if self.allreduce is not textbook_allreduce:
-            raise ValueError("an exchange takes no `allreduce`")
+        if self.allreduce is not textbook_allreduce or self.as_written:
+            raise ValueError("an exchange replaces the allreduce: omit `allreduce`, `as_written`")
         if flat and hasattr(getattr(exchange, "func", exchange), "needs_matrices"):
             raise ValueError(f"{flat=}: {path_of(exchange)} needs matrices: leave out `flat`")
         if flat and self.bucket_cap_mb:

@@ -16,6 +16,8 @@ INVARIANTS = {
     "rank, and seed the code that creates it.",
     "parameters": "process {process} and process {rank} have different parameters that require a "
     "gradient, or parameters of different layout.",
+    "plans": "an allreduce as written sends different messages in process {process} than in "
+    "process {rank}. It must not depend on the rank, the time or the order of a set.",
     "names": "process {process} logs different values than process {rank}, which logs {names}. Log "
     "the same values in every batch.",
 }

@@ -17,6 +17,7 @@ from lightning.fabric.utilities.distributed import _destroy_dist_connection
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+SHARES_CORES = "LIGHTNING_MGPU_SHARES_CORES"  # set if machines are emulated on this one
 MAIN_PROCESS = "LIGHTNING_MGPU_MAIN_PROCESS"  # the id of the one that starts the others
 SET_DEATH_SIGNAL = 1  # of prctl
 ENDED = "has ended: see any message above, or whether there is enough memory"

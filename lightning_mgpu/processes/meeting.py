@@ -25,7 +25,10 @@ from lightning_mgpu.processes.ends import CAUSES, ENDED, ProcessEnded, wait
 
 MOMENT = timedelta(milliseconds=20)
 ROW = 1024  # bytes; what does not fit follows in a message
-CELL = np.dtype([("length", np.int64), ("purpose", "S24"), ("row", np.uint8, ROW)])
+PLACE = ("count", "length", "purpose")  # of a program, by which processes are compared
+CELL = np.dtype(
+    [("count", np.int64), ("length", np.int64), ("purpose", "S24"), ("row", np.uint8, ROW)]
+)
 SLOT = np.dtype([("count", np.int64), ("cell", CELL)])  # of mapped memory
 
 
@@ -41,6 +44,7 @@ class Meeting:
     """
 
     cells: "Cells | None" = None  # in one machine
+    count = 0  # of control messages: a failed fit's message is not one of the next fit
     seconds_in_wait = cpu_seconds_in_wait = 0.0  # of the thread that waits for other processes
     spans: list[tuple[str, float, float]] | None = None  # kind, begin, end; None: not recorded
 
@@ -79,11 +83,11 @@ class Meeting:
         sent = np.ascontiguousarray(row).reshape(-1).view(np.uint8)
         if self.waits_for_nobody:
             return np.tile(sent, (self.size, 1)).view(row.dtype)
-        cell = np.zeros(1, CELL)
-        cell["length"], cell["purpose"] = len(sent), purpose.encode()
+        cell, self.count = np.zeros(1, CELL), self.count + 1
+        cell["count"], cell["length"], cell["purpose"] = self.count, len(sent), purpose.encode()
         cell["row"][0, : len(sent)] = sent[:ROW]
         cells = (self.cells.gather(cell) if self.cells else self._send_to_all(cell))[:, 0]
-        if any((cells[field] != cell[field]).any() for field in ("length", "purpose")):
+        if any((cells[field] != cell[field]).any() for field in PLACE):
             places = [f"process {i}: {each.decode()}" for i, each in enumerate(cells["purpose"])]
             where = ", ".join(places)
             raise ProcessEnded(f"the processes are at different places ({where}). {CAUSES}.")
@@ -119,9 +123,16 @@ class Meeting:
 
             with self.span("waiting"):
                 wait(self, lambda: () if work.is_completed() else others, block)
-        try:
+        with self.naming_others():
             work.wait()
+
+    @contextmanager
+    def naming_others(self) -> Iterator[None]:
+        """Errors of sending and receiving are those of a process that has ended."""
+        try:
+            yield
         except RuntimeError as error:
+            others = [each for each in range(self.size) if each != self.rank]
             who = f"process {others[0]}" if len(others) == 1 else "another process"
             raise ProcessEnded(f"{who} {ENDED}") from error
 

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.data import _auto_add_worker_init_fn
+from lightning.fabric.utilities.distributed import _suggested_max_num_threads
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 from lightning.pytorch import LightningModule, Trainer
@@ -30,6 +31,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from lightning_mgpu.processes.consistency import DIVERGED, INVARIANTS, ConsistencyCheck, crc_of
 from lightning_mgpu.processes.ends import (
     MAIN_PROCESS,
+    SHARES_CORES,
+    ProcessEnded,
     end_with_main_process,
     handle_signals,
     host_group,
@@ -58,8 +61,7 @@ class ProcessPerDeviceStrategy(DDPStrategy):
     loader_batch: Any = None  # as the running loop received it, with `Shard` objects in it
     shards: Sequence[Any] = ()  # the `Shard` of each loader that has not ended
     kept: Generators | None = None  # of outside, where a step or an evaluation draws for itself
-    _num_optimized = 0  # parameters in all optimizers
-    _optimized: frozenset[Tensor] = frozenset()  # those that have been checked
+    _optimized: frozenset[Tensor] = frozenset()  # parameters in all optimizers
 
     @property
     def module(self) -> Any:
@@ -107,10 +109,10 @@ class ProcessPerDeviceStrategy(DDPStrategy):
         self._check_replicas()
         if self.is_single_process:
             return  # without a launcher and a process group
-        if "OMP_NUM_THREADS" not in os.environ:
+        if "OMP_NUM_THREADS" not in os.environ or SHARES_CORES in os.environ:
             # Lightning would divide the cores of this machine by its own processes: another number,
             # and so different sums, after a machine is lost
-            threads = max(1, len(os.sched_getaffinity(0)) // self.world_size)
+            threads = _suggested_max_num_threads(self.world_size)
             os.environ["OMP_NUM_THREADS"] = str(threads)
             torch.set_num_threads(threads)
         super()._configure_launcher()
@@ -155,13 +157,23 @@ class ProcessPerDeviceStrategy(DDPStrategy):
             if self.is_child:
                 end_with_main_process()
             with isolate_rng():  # Lightning seeds the generators again
-                super().setup_distributed()
+                self._join_processes()
             group = host_group(dist.group.WORLD, self._timeout)
         seconds = self._timeout.total_seconds()  # type: ignore[union-attr]
         args = group, seconds, self.module.trainer
         self.meeting = Meeting(self.global_rank, self.world_size, *args)
         self.consistency = ConsistencyCheck(self.global_rank, self.invariants)
         self.sync_generators()
+
+    def _join_processes(self) -> None:
+        try:
+            super().setup_distributed()
+        except dist.DistNetworkError as error:
+            where = {name: os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT")}
+            raise ProcessEnded(
+                f"no connection to the first process at {where}: is a variable of an earlier job "
+                "still set, or has that process ended?"
+            ) from error
 
     def setup(self, trainer: Trainer) -> None:
         handle_signals(trainer)
@@ -171,7 +183,7 @@ class ProcessPerDeviceStrategy(DDPStrategy):
         if self.is_one_machine:
             self.meeting.use_memory()
         Strategy.setup(self, trainer)
-        self._num_optimized, self._optimized = 0, frozenset()
+        self._optimized = frozenset()
         self.check_optimized_parameters()
         if self._start_method == "fork":  # Python seeds `random` again in a child
             random.seed(torch.initial_seed())
@@ -180,16 +192,14 @@ class ProcessPerDeviceStrategy(DDPStrategy):
     def check_optimized_parameters(self) -> None:
         """Raise a MisconfigurationException if a parameter would be updated, but not synchronized.
 
-        It compares new ones, if the number of parameters has changed: a layer that was replaced
-        stays in its optimizer.
+        It looks at new ones only: a layer that was replaced stays in its optimizer.
         """
         groups = [group["params"] for each in self.optimizers for group in each.param_groups]
-        num = sum(map(len, groups))
-        if num == self._num_optimized or self.is_single_process:
+        optimized = frozenset(p for group in groups for p in group)
+        if optimized == self._optimized or self.is_single_process:
             return
-        before, self._optimized = self._optimized, frozenset(p for group in groups for p in group)
-        self._num_optimized = num
-        if not self._optimized - before <= {*self.module.parameters()}:
+        before, self._optimized = self._optimized, optimized
+        if not optimized - before <= {*self.module.parameters()}:
             raise MisconfigurationException(
                 "An optimizer has a parameter that is not a parameter of the module: assign its "
                 "layer to an attribute, or put it into a ModuleList."

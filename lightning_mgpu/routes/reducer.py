@@ -102,7 +102,10 @@ class BucketReducer:
         for bucket in self.buckets:
             bucket.targets = targets
         self.num_started = self.num_early = 0
-        return self.transport.finish()
+        results = self.transport.finish()
+        for bucket in self.buckets:
+            bucket.targets = {}  # memory
+        return results
 
 
 def storage_of(gradient: Tensor) -> int:

@@ -2,10 +2,12 @@
 
 from collections import deque
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -26,10 +28,14 @@ class Transport:
     Args:
         meeting: Exchanges control messages.
         group: For messages: gloo's between CPUs, NCCL's between GPUs. None: one process.
+        device_type: Of the tensors. Autocast, which a step may be in, does not apply to schedules.
     """
 
-    def __init__(self, meeting: Meeting, group: Any) -> None:
+    def __init__(self, meeting: Meeting, group: Any, device_type: str = "cpu") -> None:
         self.meeting, self.group = meeting, group
+        has_autocast = torch.amp.is_autocast_available(device_type)
+        full_precision = partial(torch.autocast, device_type, enabled=False)
+        self._no_autocast: Callable[[], Any] = full_precision if has_autocast else nullcontext
         self._in_flight: deque[tuple[Any, MessageSchedule, int, Callable[[], Any]]] = deque()
         self._waiting: list[tuple[Any, MessageSchedule]] = []
         self._results: dict[Any, Any] = {}
@@ -58,7 +64,8 @@ class Transport:
 
     def _advance(self, key: Any, schedule: MessageSchedule, number: int, received: Any) -> None:
         try:
-            message = schedule.send(received)
+            with self._no_autocast():
+                message = schedule.send(received)
         except StopIteration as end:
             self._results[key] = end.value
             return
@@ -82,12 +89,13 @@ class Transport:
         if received is None or len(received) != sum(sizes):
             received = self.memory[key] = sent.new_empty(sum(sizes))
         options: Any = {"group": self.group, "async_op": True}
-        if lengths is None and self.meeting.size == 2:
-            work = all_gather(received, sent, **options)
-        else:  # gloo's all_gather is a ring, with P - 1 round trips
-            sent = sent.repeat(self.meeting.size) if lengths is None else sent
-            lengths = [*sizes] if lengths is None else [*lengths]
-            work = dist.all_to_all_single(received, sent, [*sizes], lengths, **options)
+        with self.meeting.naming_others():
+            if lengths is None and self.meeting.size == 2:
+                work = all_gather(received, sent, **options)
+            else:  # gloo's all_gather is a ring, with P - 1 round trips
+                sent = sent.repeat(self.meeting.size) if lengths is None else sent
+                lengths = [*sizes] if lengths is None else [*lengths]
+                work = dist.all_to_all_single(received, sent, [*sizes], lengths, **options)
         wait = partial(self.meeting.wait_for, self.meeting.watch(work), sent.is_cpu)
 
         def receive() -> Tensor:

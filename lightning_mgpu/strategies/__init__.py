@@ -35,11 +35,18 @@ __all__ = ["DataParallelStrategy", "ManualAllreduceStrategy"]
 StrategyRegistry.register(
     "dp", DataParallelStrategy, description="one process, as nn.DataParallel", override=True
 )
-for _name in ("textbook", "tree", "sharded", "ring", "key_value"):
+StrategyRegistry.register(
+    "manual_allreduce",
+    ManualAllreduceStrategy,
+    description="a process per device, textbook_allreduce on gathered gradients",
+    override=True,
+)
+for _name in ("tree", "sharded", "ring", "halving_doubling", "key_value"):
     StrategyRegistry.register(
-        "manual_allreduce" if _name == "textbook" else f"manual_allreduce_{_name}",
+        f"manual_allreduce_{_name}",
         ManualAllreduceStrategy,
-        description=f"a process per device, {_name}_allreduce",
+        description=f"a process per device, {_name}_allreduce as written",
         override=True,
         allreduce=getattr(allreduce, f"{_name}_allreduce"),
+        as_written=True,
     )

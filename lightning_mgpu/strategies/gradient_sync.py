@@ -1,6 +1,6 @@
 """Sums the gradients of an update over all replicas, with one control message."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lightning_mgpu.processes.consistency import ConsistencyCheck, crc_of
 from lightning_mgpu.processes.ends import drop_group
 from lightning_mgpu.processes.meeting import Meeting
-from lightning_mgpu.routes.buckets import Gradients
+from lightning_mgpu.routes.buckets import Bucket, Gradients
 from lightning_mgpu.routes.reducer import BucketReducer, SyncBucket
 from lightning_mgpu.routes.schedules import all_gather_bytes
 from lightning_mgpu.routes.transport import Transport
@@ -31,10 +31,12 @@ class GradientSync:
         meeting: Exchanges control messages.
         consistency: What these compare, beside the parameters.
         sync_bucket: Makes the message schedule of a bucket.
+        prepare_buckets: Is called with new buckets, before their first messages. Returns a number
+            that must be identical in all processes.
         is_elementwise: Whether the allreduce may be called on slices of a bucket.
         cap: Bytes after which a bucket is full; 0 means one bucket per dtype.
         in_memory: Whether gradients are summed in shared memory, if there is some.
-        waits: Whether all messages wait for the control message, as between GPUs: a process that
+        device: Of the module. Between GPUs, messages wait for the control message: a process that
             fails before it would leave the others in a kernel.
         overlaps: Whether buckets are sent during the backward pass.
     """
@@ -47,20 +49,22 @@ class GradientSync:
         meeting: Meeting,
         consistency: ConsistencyCheck,
         sync_bucket: SyncBucket,
+        prepare_buckets: Callable[[Sequence[Bucket]], int],
         *,
         is_elementwise: bool,
         cap: float,
         in_memory: bool,
-        waits: bool,
+        device: torch.device,
         overlaps: bool,
     ) -> None:
         self.module, self.meeting, self.consistency = module, meeting, consistency
-        self.waits, self.overlaps = waits, overlaps and cap > 0
+        self.waits, self.overlaps = device.type != "cpu", overlaps and cap > 0
         timeout = timedelta(seconds=2 * meeting.timeout)
         self.group = dist.new_group(timeout=timeout) if meeting.size > 1 else None
-        self.transport = Transport(meeting, self.group)
+        self.transport = Transport(meeting, self.group, device.type)
         args = cap, self.transport, sync_bucket, is_elementwise, in_memory
         self._make_reducer = lambda layout: BucketReducer(layout, *args)
+        self._prepare_buckets = prepare_buckets
         self._reducer: Any = None  # the `BucketReducer` of the current layout
         self.layout: dict[Tensor, Any] = {}
         self.num_buffer_bytes = sum(b.nbytes for b in module.buffers())
@@ -102,7 +106,7 @@ class GradientSync:
         self, gradients: Gradients, invariants: Mapping[str, int], buffers: bool = False
     ) -> np.ndarray:
         """Send the gradients that were not sent yet. Returns the control message."""
-        self._renew_reducer()
+        self.prepare()
         for p, g in gradients.items():
             if g.layout != torch.strided:
                 raise MisconfigurationException("Sparse gradients: use nn.Embedding(sparse=False).")
@@ -147,8 +151,12 @@ class GradientSync:
         row = read_buffers(self.module, self.num_buffer_bytes)
         self.transport.start(BUFFERS, all_gather_bytes(row, self.meeting.size), waits=True)
 
-    def _renew_reducer(self) -> None:
-        """Make a new one, if parameters have changed since the last update."""
+    def prepare(self) -> None:
+        """Make new buckets, if parameters have changed since the last update.
+
+        Raises:
+            RuntimeError: If processes have different parameters, or different plans for them.
+        """
         layout = self.get_layout()
         if self._reducer is None or self._reducer.layout != layout:
             if self._reducer is not None and self._reducer.num_started:
@@ -157,6 +165,8 @@ class GradientSync:
             self.consistency.verify(self.meeting.gather(row, "new parameters"))
             self.transport.memory.clear()
             self._reducer = self._make_reducer(layout)
+            row = self.consistency.pack({"plans": self._prepare_buckets(self._reducer.buckets)})
+            self.consistency.verify(self.meeting.gather(row, "new buckets"))
 
     @contextmanager
     def during_backward(self) -> Iterator[None]:

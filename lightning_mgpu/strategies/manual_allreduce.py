@@ -5,9 +5,10 @@ README.md names the place of each function of the chapter; `__init__.py` has the
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from types import MappingProxyType
 from typing import Any, Literal
 from zlib import crc32
 
@@ -22,8 +23,12 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from torch.optim import LBFGS
 
-from lightning_mgpu.allreduce import check_allreduce, textbook_allreduce
+from lightning_mgpu.allreduce import check_allreduce, counts_to_check, textbook_allreduce
+from lightning_mgpu.allreduce.plan import Plan
+from lightning_mgpu.allreduce.record import record
 from lightning_mgpu.processes import ProcessPerDeviceStrategy
+from lightning_mgpu.processes.consistency import crc_of
+from lightning_mgpu.routes.as_written import WrittenBucket
 from lightning_mgpu.routes.buckets import Bucket, Gradients
 from lightning_mgpu.routes.schedules import MessageSchedule, sum_gathered
 from lightning_mgpu.seeds import seed_generators
@@ -44,6 +49,10 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
     Args:
         allreduce: Overwrites each of k tensors, one per replica, with the sum of all (see
             `lightning_mgpu.allreduce`). On the command line: its dotted path.
+        as_written: Processes run the allreduce each on its own gradients, and send the messages
+            that it describes: on a ring, around the ring. Otherwise gradients are gathered, and the
+            function is called in one place, which is the fewest bytes. The sums are bitwise
+            identical. See `lightning_mgpu.allreduce.record`.
         replicas: k, a multiple of the number of devices. If it is larger, several processes share
             a CPU. The bits of the trained weights depend on k, and not on the number of devices of
             one kind. Default: one per device.
@@ -62,6 +71,7 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
     window: AccumulationWindow | None = None  # that has begun, and has not ended
     batch: Any = None  # of the running step
     has_run = False  # a step, since buffers were synchronized
+    _written: Mapping[Bucket, WrittenBucket] = MappingProxyType({})
     _is_blocked = False  # in all batches of a window but the last
     _seed = 0  # for random numbers that the steps of this fit draw
     _began: Tensor | None = None  # the state of torch's generator when it began
@@ -69,6 +79,7 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
     def __init__(
         self,
         allreduce: Callable[[list[Tensor]], None] = textbook_allreduce,
+        as_written: bool = False,
         replicas: int | None = None,
         bucket_cap_mb: float | None = None,
         parallel_devices: list[str] | None = None,
@@ -88,13 +99,14 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
             timeout=timeout,
             start_method=start_method,
         )
-        self.allreduce, self.replicas = allreduce, replicas
+        self.allreduce, self.as_written, self.replicas = allreduce, as_written, replicas
         self.bucket_cap_mb = bucket_cap_mb
 
     @property
     def description(self) -> str:
         """For the header of a run: what is done with gradients."""
-        return f"{name_of(self.allreduce)} on gathered gradients"
+        how = ", as written" if self.as_written else " on gathered gradients"
+        return name_of(self.allreduce) + how
 
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         window, self.batch = self._begin_window(), batch
@@ -156,7 +168,24 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
             bucket: Its row has a copy of this replica's gradients.
             gradients: Of this replica, of all parameters whose gradients are ready.
         """
+        if self.as_written:
+            return self._written[bucket].schedule()
         return sum_gathered(bucket, self.allreduce, self.global_rank)
+
+    def prepare_buckets(self, buckets: Sequence[Bucket]) -> int:
+        """Record the allreduce for new buckets, if it runs as written; a checksum of its plans."""
+        plans = dict[Any, Plan]()  # by shape, strides and dtype
+
+        def make_plan(X: Tensor) -> Plan:
+            key = X.shape, X.stride(), X.dtype
+            if key not in plans:
+                plans[key] = record(self.allreduce, self.world_size, X)
+            return plans[key]
+
+        if self.as_written and not self.is_single_process:
+            rank = self.global_rank
+            self._written = {bucket: WrittenBucket(bucket, make_plan, rank) for bucket in buckets}
+        return crc_of([plan.digest() for plan in plans.values()])
 
     def set_sums(self, sums: Gradients) -> None:
         """Add the sums to the gradients that parameters had before the window."""
@@ -215,8 +244,8 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
     def setup(self, trainer: Trainer) -> None:
         if trainer.state.fn != TrainerFn.FITTING:
             return super().setup(trainer)
-        for k in {self.world_size, 3, 4}:  # with two, sums in any order are equal
-            check_allreduce(self.allreduce, [self.root_device] * k)
+        for k in counts_to_check(self.allreduce, self.world_size):
+            check_allreduce(self.allreduce, [self.root_device] * k, self.as_written)
         is_on_cpu = self.root_device.type == "cpu"
         if self._layer_sync and not self.is_single_process:
             self._layer_sync = CPUSyncBatchNorm() if is_on_cpu else self._layer_sync
@@ -235,21 +264,25 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
         # a module's own pass may edit gradients, and an override does
         own = ManualAllreduceStrategy.exchange_gradients
         edits = is_overridden("backward", self.module) or type(self).exchange_gradients is not own
-        one_group = (
-            self._layer_sync is None or is_on_cpu
-        )  # of two of NCCL's, one may send at a time
+        # of two NCCL groups, one may send at a time
+        one_group = self._layer_sync is None or is_on_cpu
         default = BUCKET_CAP_MB if is_on_cpu else 0
+        shares_memory = self.uses_shared_memory and not self.as_written
         self.sync = GradientSync(
             self.module,
             self.meeting,
             self.consistency,
             self.sync_bucket,
+            self.prepare_buckets,
             is_elementwise=getattr(self.allreduce, "elementwise", False),
             cap=1e6 * (default if self.bucket_cap_mb is None else self.bucket_cap_mb),
-            in_memory=self.uses_shared_memory and is_on_cpu and bool(self.meeting.cells),
-            waits=not is_on_cpu,
+            in_memory=shares_memory and is_on_cpu and bool(self.meeting.cells),
+            device=self.root_device,
             overlaps=not edits and one_group,
         )
+        if self.as_written:  # which may raise an error
+            self.sync.prepare()
+            self.sync.layout = {}  # hooks may freeze parameters before the first update
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if self.module.trainer.fit_loop.total_batch_idx == 1:
@@ -279,7 +312,7 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
 
     def sync_buffers(self) -> None:
         """Synchronize buffers over all replicas, if a step may have made them differ."""
-        if self.has_run:
+        if self.has_run and not self.module.trainer.interrupted:
             self.sync.sync_buffers()
             self.has_run = False
 
@@ -299,7 +332,9 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
     def teardown(self) -> None:
         if self.sync is not None:
             self.sync.close(self.module.trainer.interrupted)
-        self.sync = self.window = self.batch = None  # memory that a garbage collector would keep
+        # memory that a garbage collector would keep
+        self.sync, self.window, self.batch, self._written = None, None, None, {}
+        self.has_run = False
         super().teardown()
         if self._began is not None and torch.equal(torch.get_rng_state(), self._began):
             torch.rand(1)  # else the steps of a script's next fit would draw the same numbers

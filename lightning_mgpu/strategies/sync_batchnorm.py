@@ -34,8 +34,14 @@ class SyncedBatchNorm(nn.SyncBatchNorm):
         layer: Any = self
         X = input.to(torch.promote_types(input.dtype, torch.float32))
         dims, shape = [dim for dim in range(X.ndim) if dim != 1], [1, -1] + [1] * (X.ndim - 2)
-        total = _AllReduce.apply(torch.cat([X.sum(dims), X.new_full((1,), X.numel() / X.size(1))]))
-        mean, n = total[:-1] / total[-1], total[-1].detach()
+        i, num_processes = layer.number, dist.get_world_size()
+        beside = X.new_tensor([i, i * i, X.numel() / X.size(1)])
+        total = _AllReduce.apply(torch.cat([X.sum(dims), beside]))
+        mean, n = total[:-3] / total[-1], total[-1].detach()
+        if total[-3] ** 2 != num_processes * total[-2]:  # of equal numbers
+            raise RuntimeError(
+                "processes run different BatchNorm layers at a time, for example by a random branch"
+            )
         centered = X - mean.view(shape)
         var = _AllReduce.apply(centered.square().sum(dims)) / n
         if self.training and self.track_running_stats:
@@ -55,7 +61,8 @@ class CPUSyncBatchNorm(LayerSync):
 
     def apply(self, model: nn.Module) -> nn.Module:
         self.plain = {x: type(x) for x in model.modules() if isinstance(x, LAYERS)}
-        for layer, plain_class in self.plain.items():
+        for number, (layer, plain_class) in enumerate(self.plain.items()):
+            vars(layer).update(number=number)
             if plain_class not in LAYERS:
                 raise MisconfigurationException(f"sync_batchnorm on CPUs: not for {plain_class}.")
             layer.__class__ = SyncedBatchNorm  # type: ignore[assignment]

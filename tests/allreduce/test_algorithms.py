@@ -9,7 +9,7 @@ from torch import Tensor
 from lightning_mgpu import allreduce as algorithms
 from lightning_mgpu.allreduce import Allreduce, check_allreduce
 
-NAMES = ["textbook", "key_value", "tree", "sharded", "ring"]
+NAMES = ["textbook", "key_value", "tree", "sharded", "ring", "halving_doubling"]
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
 # How to lay the values out in memory; the last three are not contiguous, or have holes.
@@ -25,16 +25,16 @@ LAYOUTS: dict[str, tuple[tuple[int, ...], Callable[[Tensor], Tensor]]] = {
 
 
 @pytest.fixture(params=NAMES)
-def allreduce(request: pytest.FixtureRequest) -> Allreduce:
+def allreduce(request):
     algorithm: Allreduce = getattr(algorithms, f"{request.param}_allreduce")
     return algorithm
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_is_the_sum(allreduce: Allreduce, layout: str) -> None:
+def test_is_the_sum(allreduce, layout):
     """In place, for small integers, whose sums are exact in every dtype and order."""
     shape, lay_out = LAYOUTS[layout]
-    for k in (1, 2, 3, 4, 5, 8):
+    for k in (1, 2, 4, 8) if hasattr(allreduce, "powers_of_two") else (1, 2, 3, 4, 5, 8):
         for dtype in DTYPES:
             tensors = [lay_out(torch.randint(-9, 10, shape).to(dtype)) for _ in range(k)]
             tensors[0].requires_grad_(dtype is torch.float32)  # a parameter works, too
@@ -46,6 +46,13 @@ def test_is_the_sum(allreduce: Allreduce, layout: str) -> None:
             assert all(torch.equal(t.double(), total) for t in tensors), (k, dtype)
 
 
-def test_real_numbers_agree_to_rounding_and_replicas_to_the_bit(allreduce: Allreduce) -> None:
-    for k in range(1, 9):
-        check_allreduce(allreduce, [torch.device("cpu")] * k)
+def test_real_numbers_agree_to_rounding_and_replicas_to_the_bit(allreduce):
+    for k in (1, 2, 4, 8) if hasattr(allreduce, "powers_of_two") else range(1, 9):
+        check_allreduce(allreduce, [torch.device("cpu")] * k, as_written=k in (2, 4))
+
+
+def test_halving_and_doubling_needs_a_power_of_two():
+    with pytest.raises(ValueError, match=r"^6 devices: halving and doubling needs 1, 2, 4, 8"):
+        algorithms.halving_doubling_allreduce([torch.zeros(3)] * 6)
+    counts = [algorithms.counts_to_check(f, 8) for f in vars(algorithms).values() if callable(f)]
+    assert [4, 8] in counts and [3, 4, 8] in counts

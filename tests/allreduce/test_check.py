@@ -56,6 +56,11 @@ def claims_slices(data):
 claims_slices.elementwise = True
 
 
+def asks(data: list[Tensor]) -> None:
+    if data[0].isfinite().all():
+        textbook_allreduce(data)
+
+
 REFUSED: dict[Callable[[list[Tensor]], Any], list[str]] = {
     book_2021: ["left device 1 (cpu) with [2.0, 4.0] instead of the sum [7.0, 14.0]", "not rebind"],
     views: ["raised RuntimeError", "shape (3, 5), strides (1, 3)"],
@@ -68,14 +73,33 @@ REFUSED: dict[Callable[[list[Tensor]], Any], list[str]] = {
 
 
 @pytest.mark.parametrize("function", REFUSED, ids=lambda f: f.__name__)
-def test_refuses_in_one_line(function: Callable) -> None:
+def test_refuses_in_one_line(function):
     with pytest.raises(ValueError, match=rf"^allreduce {__name__}.{function.__name__} ") as caught:
         check_allreduce(function, [CPU] * 3)
     assert all(part in str(caught.value) for part in REFUSED[function])
     assert "\n" not in str(caught.value)
 
 
-def test_takes_many_devices_and_leaves_the_random_state_alone() -> None:
+def test_compares_the_plan_bitwise():
+    """`.to` of a tensor that is on the device returns the tensor; between devices, a copy."""
+
+    def writes_to_the_result_of_to(tensors):
+        total = tensors[0]
+        for other in tensors[1:]:
+            total.add_(other.to(total.device))
+            other.to(total.device).zero_()
+        for other in tensors[1:]:
+            other.add_(total)
+
+    check_allreduce(writes_to_the_result_of_to, [CPU] * 3)
+    with pytest.raises(ValueError, match=r"but \[9.*, 18.*\] as it is written .* `.to") as caught:
+        check_allreduce(writes_to_the_result_of_to, [CPU] * 3, as_written=True)
+    assert "as_written=false" in str(caught.value) and "\n" not in str(caught.value)
+    with pytest.raises(ValueError, match=r"^test_check.py:\d+ cannot run as written"):
+        check_allreduce(asks, [CPU] * 3, as_written=True)
+
+
+def test_takes_many_devices_and_leaves_the_random_state_alone():
     before = torch.get_rng_state()
     check_allreduce(textbook_allreduce, [CPU] * 1024)
     assert torch.equal(torch.get_rng_state(), before)

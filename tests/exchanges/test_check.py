@@ -24,14 +24,14 @@ def run_once(exchange: Any, tensors: list[Tensor], datas: Any = None) -> Tensor:
 
 @pytest.mark.parametrize("k", [1, 2, 3])
 @pytest.mark.parametrize("exchange", [exact, top_k, power_sgd, sign])
-def test_each_passes_its_check(exchange: Any, k: int) -> None:
+def test_each_passes_its_check(exchange, k):
     for dtype in (torch.float32, torch.float64):
         has_state = check_exchange(exchange, "", torch.device("cpu"), dtype)
         assert has_state == (exchange is not exact)
 
 
 @pytest.mark.parametrize("exchange", [top_k, power_sgd, sign])
-def test_nothing_is_lost(exchange: Any) -> None:
+def test_nothing_is_lost(exchange):
     """The sums so far and all that waits add up to the sum of all gradients."""
     torch.manual_seed(0)
     states: list[dict[str, Tensor]] = [{}, {}, {}]
@@ -45,7 +45,7 @@ def test_nothing_is_lost(exchange: Any) -> None:
     assert waiting.norm() > 0.1 * total.norm()
 
 
-def test_power_sgd_finds_a_sum_of_low_rank() -> None:
+def test_power_sgd_finds_a_sum_of_low_rank():
     torch.manual_seed(0)
     tensors = [torch.randn(20, 1) @ torch.ones(1, 30) for _ in range(2)]
     found = run_once(partial(power_sgd, rank=1), tensors)
@@ -57,7 +57,7 @@ WRONG = {
     "return X": "an exchange is a generator",
     "yield X": r"it returned None",
     "for _ in range(1 + state.replica): total = sum((yield X))\n return total": (
-        r"\(\), waiting in line \[2\]: replica 1 does not send what replica 0 sends"
+        r"\(\), waiting in line \[2\]: replica 1 sends shape .*, but replica 0 sends \[\]"
     ),
     "yield X\n return X": "what is returned differs between replicas",
     "return (yield X)[0].add_(1)": "Inplace update to inference tensor",
@@ -74,7 +74,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("body", WRONG)
-def test_what_is_wrong_is_one_line(body: str) -> None:
+def test_what_is_wrong_is_one_line(body):
     exec(f"def wrong(X, state):\n {body}", namespace := {"torch": torch, "__name__": "mine"})
     with pytest.raises(ValueError, match=WRONG[body]) as caught:
         check_exchange(namespace["wrong"])
@@ -90,7 +90,7 @@ for block in BLOCKS:
     exec(block, NAMESPACE)
 
 
-def test_those_of_the_page() -> None:
+def test_those_of_the_page():
     mean, state = torch.ones(2), dict[str, Any]()
     steps = [NAMESPACE["heavy_ball"](mean, state) for _ in range(2)]
     torch.testing.assert_close(steps, [0.7 * mean, 0.7 * 1.9 * mean])
@@ -103,7 +103,7 @@ def test_those_of_the_page() -> None:
         assert check_exchange(NAMESPACE[name]) == has_state
 
 
-def test_qsgd_is_unbiased_with_independent_noise() -> None:
+def test_qsgd_is_unbiased_with_independent_noise():
     """Means over steps, in units of what independent noise of two replicas with one X gives."""
     X = torch.randn(300, generator=torch.Generator().manual_seed(0)).double()
     exchange, datas = partial(NAMESPACE["my_qsgd"], levels=5), [{}, {}]
@@ -114,7 +114,7 @@ def test_qsgd_is_unbiased_with_independent_noise() -> None:
     assert errors.abs().max() < 4 and 0.8 < errors.square().mean() < 1.2
 
 
-def test_a_vote_has_no_weights() -> None:
+def test_a_vote_has_no_weights():
     entries = torch.tensor([0.1, -9.0, 0.0])
     tensors = [*torch.cartesian_prod(entries, entries, entries).T]
     by_hand = [[(x > 0) - (x < 0) for x in each] for each in zip(*(X.tolist() for X in tensors))]
@@ -135,7 +135,7 @@ def transform(numbers: list[float], is_inverse: bool = False) -> list[float]:
     return [sum(x * wave(u, i) for i, x in pairs) for u in range(n)]
 
 
-def test_demo_is_the_algorithm_of_its_paper() -> None:
+def test_demo_is_the_algorithm_of_its_paper():
     """Three steps of two replicas: accumulate, extract, subtract, synchronize."""
     generator, num, n = torch.Generator().manual_seed(0), 20, 8  # three pieces, the last cut short
     exchange = partial(NAMESPACE["my_demo"], chunk=n, keep=2, decay=0.9)

@@ -1,7 +1,6 @@
 """Exchanges from the command line: killed and resumed, and as a function's dotted path."""
 
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,7 @@ class Killer(Callback):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_killed_and_resumed(command: Any, tmp_path: Path) -> None:
+def test_killed_and_resumed(command, tmp_path):
     """While differences are under way.
 
     There are states of the exchange, of the outer step, and of the optimizers of each process.
@@ -60,7 +59,7 @@ def test_killed_and_resumed(command: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_ones_own(main: Callable[..., int], tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
+def test_ones_own(main, tmp_path, capfd):
     (tmp_path / "mine.py").write_text(MINE)
     one = ("--trainer.devices=1", "--trainer.max_epochs=1")
     mine = ("--trainer.strategy=exchange", "--trainer.strategy.exchange=mine.my_half")
@@ -74,6 +73,6 @@ def test_ones_own(main: Callable[..., int], tmp_path: Path, capfd: pytest.Captur
     assert "exchange mine.my_half with torch.float32: TypeError: my_half() got an unexp" in err
 
 
-def test_help_has_the_defaults_of_a_name(main: Callable[..., int], capfd: Any) -> None:
+def test_help_has_the_defaults_of_a_name(main, capfd):
     assert main("fit", "--trainer.strategy.help=exchange_diloco") == 0
     assert "every=16 outer_lr=0.7" in capfd.readouterr().out

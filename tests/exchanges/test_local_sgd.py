@@ -2,7 +2,6 @@
 
 import csv
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ class ByHand(Manual, Random):
 class Pretrained(Net):
     """Gets its weights after the strategy was set up."""
 
-    def on_train_start(self) -> None:
+    def on_train_start(self):
         vector_to_parameters(flat(self) * 1.5, self.parameters())
 
 
@@ -92,17 +91,17 @@ def flat(net: Any) -> Tensor:
 
 
 class Rates(Net):
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1 * rank())
 
 
 class Unfreezes(Net):
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, batch, batch_idx):
         self.net[0].bias.requires_grad_(batch_idx > 1)
 
 
 class FreezesInOne(Net):
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, batch, batch_idx):
         self.net[0].bias.requires_grad_(rank() == 0 or batch_idx < 2)
 
 
@@ -133,7 +132,7 @@ def train_apart(directory: Path) -> dict[str, Any]:
     }
 
 
-def test_weights_now_and_then(tmp_path: Path, in_two_processes: Callable) -> None:
+def test_weights_now_and_then(tmp_path, in_two_processes):
     found, other = in_two_processes(train_apart, tmp_path)
     assert isinstance(found, dict), found
     for name, options in APART.items():
@@ -158,13 +157,13 @@ def test_weights_now_and_then(tmp_path: Path, in_two_processes: Callable) -> Non
 class Drifts(Net):
     """The second process is late by 6 s, while the first one trains on for 5 s."""
 
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, batch, batch_idx):
         if self.trainer.current_epoch == 0:
             time.sleep({(1, 3): 6, (0, 4): 5}.get((rank(), batch_idx), 0))
 
 
 class FailsWhileUnderWay(Net):
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, batch, batch_idx):
         if batch_idx == 2:
             raise ValueError("on purpose")
 
@@ -176,7 +175,7 @@ class SavesAlone(Net):
         super().__init__()
         self.net[0] = nn.Sequential(self.net[0], nn.BatchNorm1d(self.net[0].out_features))
 
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, outputs, batch, batch_idx):
         if rank() == 0 and batch_idx == 2:
             self.trainer.save_checkpoint("never.ckpt")
 
@@ -189,7 +188,7 @@ def train_with_delay() -> Any:
     return trainer if isinstance(trainer, str) else (failed, digest(trainer), alone)
 
 
-def test_a_timeout_counts_from_the_arrival(in_two_processes: Callable) -> None:
+def test_a_timeout_counts_from_the_arrival(in_two_processes):
     """And a fit that fails while differences are under way leaves nothing for the next one."""
     found, other = in_two_processes(train_with_delay)
     assert found[:2] == other[:2] and "on purpose" in found[0], found
@@ -198,7 +197,7 @@ def test_a_timeout_counts_from_the_arrival(in_two_processes: Callable) -> None:
 
 
 @pytest.mark.parametrize(("every", "num_exchanges"), [(4, 1), (3, 2)])
-def test_bytes_that_are_logged(every: int, num_exchanges: int, tmp_path: Path) -> None:
+def test_bytes_that_are_logged(every, num_exchanges, tmp_path):
     """In the last of six steps, of which the third comes before an evaluation."""
     strategy, logger = LocalSGDStrategy(every), CSVLogger(tmp_path)
     options: Any = {"val_check_interval": 0.5, "max_epochs": 1, "logger": logger}
@@ -218,12 +217,12 @@ def test_bytes_that_are_logged(every: int, num_exchanges: int, tmp_path: Path) -
         ({"outer": flat, "outer_lr": 0.5}, "the default of `outer`"),
     ],
 )
-def test_options_that_are_refused(options: dict[str, Any], said: str) -> None:
+def test_options_that_are_refused(options, said):
     with pytest.raises(ValueError, match=said):
         LocalSGDStrategy(**options)
 
 
-def test_an_outer_step_is_named() -> None:
+def test_an_outer_step_is_named():
     found = attempt(train, LocalSGDStrategy(outer=lambda mean, state: mean[:0]))
     assert "exact, then outer step tests.exchanges.test_local_sgd.test_an_outer" in found
 

@@ -1,7 +1,6 @@
 """Training with an exchange. Bits are in tests/test_bits.py."""
 
 import warnings
-from pathlib import Path
 from typing import Any
 from zlib import crc32
 
@@ -32,11 +31,11 @@ from tests.test_bits import digest, train
 class Huge(Net):
     """In step 3 the first layer's gradient is infinite in process 1."""
 
-    def loss(self, batch: Any) -> Tensor:
+    def loss(self, batch):
         factor = torch.inf if self.global_step == 2 and rank() else 1.0
         return super().loss(batch) + factor * self.net[0].bias.sum()
 
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
+    def on_before_optimizer_step(self, optimizer):
         gradients: list[Any] = [p.grad for p in self.parameters()]
         self.num_nan = sum(bool(gradient.isnan().all()) for gradient in gradients)
         for gradient in gradients:
@@ -64,12 +63,12 @@ def divides_late(X: Tensor, state: Any) -> Any:
     return sum((yield X)) / (state["steps"] != 4)
 
 
-def test_a_result_that_is_not_finite_is_an_error() -> None:
+def test_a_result_that_is_not_finite_is_an_error():
     said = attempt(train, ExchangeStrategy(divides_late), Net)
     assert "net.0.weight: an exchange produced non-finite values from finite gradients" in said
 
 
-def test_one_replica_exchanges_with_itself() -> None:
+def test_one_replica_exchanges_with_itself():
     strategies = ManualAllreduceStrategy(), ExchangeStrategy(), ExchangeStrategy(top_k)
     plain, exact, some = (digest(train(each, Net, max_steps=2)) for each in strategies)
     assert plain == exact != some
@@ -128,13 +127,13 @@ class TwoTypes(Net):
         self.scale, self.unused = (torch.nn.Parameter(torch.ones(n)) for n in (3, 2))
         self.net, self.double = net, lambda: self
 
-    def loss(self, batch: Any) -> Tensor:
+    def loss(self, batch):
         return F.cross_entropy(self.net(batch[0]) * self.scale, batch[1])
 
-    def on_train_epoch_start(self) -> None:
+    def on_train_epoch_start(self):
         self.net[0].weight.requires_grad_(self.trainer.current_epoch == 0)
 
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
+    def on_before_optimizer_step(self, optimizer):
         self.last = {
             name: p.grad.clone() for name, p in self.named_parameters() if p.grad is not None
         }
@@ -179,10 +178,10 @@ def test_flat_sees_all_parameters_of_a_dtype(tmp_path, in_two_processes):
     assert "--trainer.strategy.replicas=2, which must stay: here it is 1" in said
 
 
-def test_refusals(tmp_path: Path) -> None:
+def test_refusals(tmp_path):
     last, other = tmp_path / "last.ckpt", tmp_path / "other.ckpt"
 
-    def new(fraction: float = 0.2, **kwargs: Any) -> ExchangeStrategy:
+    def new(fraction=0.2, **kwargs):
         options = {"fraction": fraction}
         return ExchangeStrategy(**{"exchange": top_k, "options": options, **kwargs})
 
@@ -213,7 +212,7 @@ def find_rate() -> Any:
     return attempt(fit, strategy=strategy, callbacks=LearningRateFinder(update_attr=False))
 
 
-def test_a_finder_before_an_exchange_with_a_state() -> None:
+def test_a_finder_before_an_exchange_with_a_state():
     first, second = run_in_processes(2, find_rate)
     assert not isinstance(first, str), first
     assert_close(first, second, rtol=1e-15)

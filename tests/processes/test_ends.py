@@ -36,38 +36,38 @@ ELSEWHERE = "different places (process 0: gradients, process 1: weights). Common
 class Fails(Net):
     """Something happens in the third step of process 1."""
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         fails = rank() == 1 and batch_idx == 2
         return self.fail(self.loss(batch)) if fails else self.loss(batch)
 
-    def fail(self, loss: Any) -> Any:
+    def fail(self, loss):
         """Returns no loss."""
 
 
 class Killed(Fails):
-    def fail(self, loss: Any) -> Any:
+    def fail(self, loss):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Raises(Fails):
-    def fail(self, loss: Any) -> Any:
+    def fail(self, loss):
         raise KeyError("mine")
 
 
 class RaisesInSetup(Net):
-    def setup(self, stage: str) -> None:
+    def setup(self, stage):
         if rank() == 1:
             raise KeyError("mine")
 
 
 class Hangs(Fails):
-    def fail(self, loss: Any) -> Any:
+    def fail(self, loss):
         time.sleep(4 * SECONDS)
         return loss
 
 
 class SavesAlone(Fails):
-    def fail(self, loss: Any) -> Any:
+    def fail(self, loss):
         self.trainer.save_checkpoint("alone.ckpt")
 
 
@@ -96,7 +96,7 @@ IN_ALL = ENDS.keys() - ({"one of three hangs"} if not IN_MEMORY else set())
     ("name", "sends"),
     [*((each, False) for each in sorted(IN_ALL)), *((each, True) for each in sorted(SENT))],
 )
-def test_a_process_that_fails_ends_all(name: str, sends: bool) -> None:
+def test_a_process_that_fails_ends_all(name, sends):
     expected = ENDS[name][1]
     for found, said in zip(run_in_processes(len(expected), fit_one, name, sends), expected):
         assert found == said or (said in found and "\n" not in found), found
@@ -106,7 +106,7 @@ def save_at_an_exception(path: str) -> Any:
     return fit_one("raises", callbacks=[OnExceptionCheckpoint(path)], enable_checkpointing=True)
 
 
-def test_no_exception_is_lost_behind_a_checkpoint(tmp_path: Path) -> None:
+def test_no_exception_is_lost_behind_a_checkpoint(tmp_path):
     found = run_in_processes(2, save_at_an_exception, str(tmp_path))
     assert ENDED in found[0] and found[1] == "KeyError: 'mine'"
     assert (tmp_path / "on_exception.ckpt").exists()
@@ -124,7 +124,7 @@ def count_after_each_fit() -> list[tuple[int, ...]]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc")
-def test_a_fit_leaves_no_files_threads_and_memory() -> None:
+def test_a_fit_leaves_no_files_threads_and_memory():
     for counts in run_in_processes(2, count_after_each_fit):
         assert counts[1:] == counts[:1] * 3 and counts[0][2] == 0, counts
 
@@ -159,7 +159,7 @@ MOST = 30  # seconds: two on an idle machine, which Python needs to end; `timeou
         *((number, "hangs") for number in (signal.SIGKILL, signal.SIGTERM)),
     ],
 )
-def test_a_signal_ends_both(number: int, how: str, command: Any, tmp_path: Path) -> None:
+def test_a_signal_ends_both(number, how, command, tmp_path):
     """Before they meet, and in a step: no process is left behind."""
     (tmp_path / "train.py").write_text(SCRIPT)
     process = command.start(launcher=("train.py", how))
@@ -170,7 +170,7 @@ def test_a_signal_ends_both(number: int, how: str, command: Any, tmp_path: Path)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [[0], [1], pytest.param([0, 1], marks=pytest.mark.weekly)])
-def test_sigterm_ends_all_after_the_step(ranks: list[int], command: Any, tmp_path: Path) -> None:
+def test_sigterm_ends_all_after_the_step(ranks, command, tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
     process = command.start(launcher=("train.py",))
     lines = (line.split() for line in process.stdout if line.startswith("process "))

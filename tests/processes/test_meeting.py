@@ -43,7 +43,7 @@ def meet_all(in_memory: bool) -> Any:
 
 @pytest.mark.parametrize("in_memory", [False, *([True] if IN_MEMORY else [])])
 @pytest.mark.parametrize("k", [2, 3])
-def test_rows_come_to_all_and_places_are_compared(k: int, in_memory: bool) -> None:
+def test_rows_come_to_all_and_places_are_compared(k, in_memory):
     places = [f"process {i}: {'a' if i == k - 1 else 'b'}" for i in range(k)]
     for found in run_in_processes(k, meet_all, in_memory):
         assert isinstance(found, list), found

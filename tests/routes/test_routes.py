@@ -2,13 +2,12 @@
 
 import contextlib
 import time
-from collections.abc import Callable
 from itertools import product
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -74,9 +73,14 @@ def sum_rows(dtype, allreduce, in_memory):
     return True
 
 
+def sum_whole(tensors):
+    """It may not be called on slices."""
+    assert tensors[0].shape in [p.shape for same in PARAMETERS.values() for p in same]
+    ring_allreduce(tensors)
+
+
 def sum_all(in_memory):
-    """A function that may be called on slices, and one that may not."""
-    functions = tree_allreduce, ring_allreduce
+    functions = tree_allreduce, sum_whole
     return [attempt(sum_rows, *each, in_memory) for each in product(PARAMETERS, functions)]
 
 
@@ -156,7 +160,7 @@ def travel(late: int) -> Any:
 
 
 @pytest.mark.parametrize("late", [0, 1, 3])
-def test_schedules_continue_in_one_order(late: int) -> None:
+def test_schedules_continue_in_one_order(late):
     expected = {number: [[number, number + 10]] * 2 for number in range(4)}
     assert run_in_processes(2, travel, late) == [expected, expected]
 
@@ -164,7 +168,7 @@ def test_schedules_continue_in_one_order(late: int) -> None:
 class SharedTwice(Net):
     """A layer in two reentrant checkpoints: its hooks are called twice in a pass."""
 
-    def loss(self, batch: Any) -> Tensor:
+    def loss(self, batch):
         X, layer = batch[0].requires_grad_(), self.net[0]
         for _ in range(2):
             X = checkpoint(lambda x: torch.tanh(layer(x))[:, :8], X, use_reentrant=True)
@@ -174,7 +178,7 @@ class SharedTwice(Net):
 class OwnBackward(Net):
     """Edits gradients that are there, by `.data`."""
 
-    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+    def backward(self, loss, *args, **kwargs):
         loss.backward()
         for p in self.parameters():
             p.grad.data.mul_(0.5)  # type: ignore[union-attr]
@@ -183,22 +187,22 @@ class OwnBackward(Net):
 class EditsEarlier(Net):
     """A hook on the first layer edits the last layer's gradient, which has left by then."""
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         first, last = self.net[0].weight, self.net[2].weight
 
-        def edit(gradient: Tensor) -> None:
+        def edit(gradient):
             if self.is_there():
                 last.grad.data.mul_(3.0)
 
         first.register_hook(edit)
         return super().configure_optimizers()
 
-    def is_there(self) -> bool:
+    def is_there(self):
         return True
 
 
 class EditsInOne(EditsEarlier):
-    def is_there(self) -> bool:
+    def is_there(self):
         return rank() == 0
 
 
@@ -211,7 +215,7 @@ def fit_bucketed(make: Any, cap: float = ONE_PER_BUCKET) -> Any:
 
 
 @pytest.mark.parametrize("make", BUCKETED)
-def test_a_gradient_edited_after_it_was_sent(make: Any, in_two_processes: Callable) -> None:
+def test_a_gradient_edited_after_it_was_sent(make, in_two_processes):
     """It trains as with one bucket, which leaves after the pass, and as one device if all edit."""
     expected = in_two_processes(fit_bucketed, make, 0)[0]
     for found in in_two_processes(fit_bucketed, make):
@@ -225,11 +229,11 @@ class Fails(Net):
 
     fails = True
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         self.net[2 * rank()].weight.register_hook(self.fail)
         return super().configure_optimizers()
 
-    def fail(self, gradient: Tensor) -> None:
+    def fail(self, gradient):
         if self.fails and self.global_step == 3:
             raise KeyError("mine")
 
@@ -238,7 +242,7 @@ class Works(Fails):
     fails = False
 
 
-def test_a_failed_fit_leaves_nothing_to_the_next(in_two_processes: Callable) -> None:
+def test_a_failed_fit_leaves_nothing_to_the_next(in_two_processes):
     assert in_two_processes(fit_bucketed, Fails) == ["KeyError: 'mine'"] * 2
     expected = fit(Works)
     for found in in_two_processes(fit_bucketed, Works):
@@ -267,7 +271,7 @@ def count_early(**kwargs: Any) -> list[int]:
 
 
 @pytest.mark.parametrize("window", [1, 3])
-def test_buckets_start_within_the_pass(window: int, in_two_processes: Callable) -> None:
+def test_buckets_start_within_the_pass(window, in_two_processes):
     """All 14, but in the first update, in which processes agree on their layout."""
     for counts in in_two_processes(count_early, accumulate_grad_batches=window):
         assert counts == [0] + [14] * (6 // window - 1)

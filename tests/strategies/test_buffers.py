@@ -1,6 +1,5 @@
 """Running statistics are averaged over replicas; of other buffers the first replica's are kept."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,10 +20,10 @@ class Normalized(Net):
         super().__init__(nn.Sequential(*layers))
         self.register_buffer("first", torch.zeros(()))
 
-    def on_train_start(self) -> None:
+    def on_train_start(self):
         self.classes = [type(self.net[1]).__name__]
 
-    def loss(self, batch: Any) -> Tensor:
+    def loss(self, batch):
         self.first = batch[0][0, 0].clone()  # another tensor in each step
         return super().loss(batch)
 
@@ -36,7 +35,7 @@ class Images(Net):
         super().__init__(nn.BatchNorm2d(2, momentum=None, affine=False))
         self.head = nn.Linear(8, 3)
 
-    def loss(self, batch: Any) -> Tensor:
+    def loss(self, batch):
         return F.cross_entropy(self.head(self.net(batch[0].view(-1, 2, 2, 2)).flatten(1)), batch[1])
 
 
@@ -47,7 +46,7 @@ class CountsInForward(Net):
         super().__init__()
         self.register_buffer("num_seen", torch.zeros(1))
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
+    def validation_step(self, batch, batch_idx):
         self.num_seen += 1 + rank()
 
 
@@ -58,7 +57,7 @@ class Recomputed(Net):
         super().__init__()
         self.block = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
 
-    def loss(self, batch: Any) -> Tensor:
+    def loss(self, batch):
         X: Any = checkpoint(self.block, batch[0], use_reentrant=False)
         return super().loss([X, batch[1]])
 
@@ -70,13 +69,13 @@ class Averages(Net):
         super().__init__()
         self.register_buffer("num_edits", torch.ones(()))
 
-    def on_before_zero_grad(self, optimizer: Any) -> None:
+    def on_before_zero_grad(self, optimizer):
         self.num_edits += 1
 
-    def on_before_backward(self, loss: Tensor) -> None:
+    def on_before_backward(self, loss):
         self.num_edits.data.add_(1)
 
-    def loss(self, batch: Any) -> Tensor:
+    def loss(self, batch):
         return super().loss(batch) / self.num_edits.clone()
 
 
@@ -100,11 +99,11 @@ class Still(Normalized):
         self.register_buffer("num_seen", torch.zeros((), dtype=torch.int32))
         self.register_buffer("empty", torch.empty(0))
 
-    def loss(self, batch: Any) -> Tensor:
+    def loss(self, batch):
         self.num_seen += len(batch[0])
         return super().loss(batch)
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), 0.0)
 
 
@@ -154,7 +153,7 @@ def by_hand(k: int) -> dict[str, Tensor]:
     return {f"net.1.{name}": value.double() for name, value in layer.state_dict().items()}
 
 
-def test_plain_batchnorm_and_other_buffers(in_two_processes: Callable) -> None:
+def test_plain_batchnorm_and_other_buffers(in_two_processes):
     for result in in_two_processes(fit_plain):
         assert not isinstance(result, str), result
         state, expected = result[0], by_hand(2)
@@ -165,21 +164,21 @@ def test_plain_batchnorm_and_other_buffers(in_two_processes: Callable) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_sync_batchnorm_is_one_device(name: str, in_two_processes: Callable) -> None:
+def test_sync_batchnorm_is_one_device(name, in_two_processes):
     """The last batch has shards of 4 and 3 samples."""
     check(__name__, name, in_two_processes)
 
 
-def test_the_plain_layer_comes_back(in_two_processes: Callable) -> None:
+def test_the_plain_layer_comes_back(in_two_processes):
     assert in_two_processes(find_classes)[0] == ["SyncedBatchNorm", "BatchNorm1d"]
 
 
-def test_a_checkpointed_layer_has_one_state(in_two_processes: Callable) -> None:
+def test_a_checkpointed_layer_has_one_state(in_two_processes):
     first, second = in_two_processes(fit_plain, Recomputed)
     assert_close(first, second, rtol=1e-15)
 
 
-def test_a_buffer_made_in_a_step_is_refused() -> None:
+def test_a_buffer_made_in_a_step_is_refused():
     module = nn.Sequential(nn.BatchNorm1d(16))
     num_bytes = sum(buffer.nbytes for buffer in module.buffers())
     assert len(read_buffers(module, num_bytes)) == num_bytes

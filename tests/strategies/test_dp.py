@@ -31,7 +31,7 @@ NAMES = [
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_training_is_that_of_one_device(name: str) -> None:
+def test_training_is_that_of_one_device(name):
     """Batches have 10 samples, and the last one 7."""
     file, case = test_parity.__name__, test_parity.CASES[name]
     expected = fit_case(file, name)
@@ -49,7 +49,7 @@ class OldLayers(Net):
         self.net[2].weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
         self.rnn = nn.RNN(2, 2, batch_first=True)
 
-    def loss(self, batch: Any) -> Tensor:
+    def loss(self, batch):
         for name, weight in zip(self.rnn._flat_weights_names, self.rnn._flat_weights):
             assert weight is getattr(self.rnn, name)
         return super().loss([self.rnn(batch[0].view(-1, 4, 2))[0].flatten(1), batch[1]])
@@ -68,7 +68,7 @@ class MomentumTeacher(Net):
         super().__init__()
         self.teacher = nn.Linear(8, 16).requires_grad_(False)
 
-    def loss(self, batch: Any) -> Tensor:
+    def loss(self, batch):
         self.teacher.weight.data.lerp_(self.net[0].weight.data, 0.1)
         return super().loss(batch) + (self.teacher(batch[0]) ** 2).mean()
 
@@ -76,13 +76,13 @@ class MomentumTeacher(Net):
 class LogsAfter(Logs):
     """What a hook sees is the whole batch."""
 
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, outputs, batch, batch_idx):
         super().on_train_batch_end(outputs, batch, batch_idx)
         self.log("after", batch[0].sum(), on_step=False, on_epoch=True)
 
 
 @pytest.mark.parametrize("make", [OldLayers, Compiled, MomentumTeacher, LogsAfter])
-def test_modules_train_and_log_as_on_one_device(make: type[Net]) -> None:
+def test_modules_train_and_log_as_on_one_device(make):
     val = DataLoader(samples(13, 5), 4)
     state, logged = fit(make, val=val)
     for k in (3, 8):
@@ -91,7 +91,7 @@ def test_modules_train_and_log_as_on_one_device(make: type[Net]) -> None:
         assert_close(found[1], logged, 1e-6, 1e-13)
 
 
-def test_weights_count() -> None:
+def test_weights_count():
     """A shard may count nothing, and so may a batch: then no momentum moves the parameters."""
     for k in (1, 2, 3):
         found = fit(Weighted, loader(), strategy="dp", devices=k)
@@ -108,7 +108,7 @@ class Watched(Net):
         self.register_buffer("running_mean", torch.zeros(2))
         self.shards: list[tuple[int, torch.device, bool]] = []
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         weight, num = self.net[0].weight, len(batch[0])
         self.running_mean[0] += num
         self.running_mean = self.running_mean + torch.tensor([0, num], device=self.device)
@@ -119,7 +119,7 @@ class Watched(Net):
 @pytest.mark.parametrize(
     "options", [{"split": [0.7, 0.3]}, {"split": [0.3, 0.7]}, {"parallel_devices": ["cpu"] * 2}]
 )
-def test_shares_devices_and_copies(options: dict[str, Any]) -> None:
+def test_shares_devices_and_copies(options):
     """All shards but the first have copies, on one device too; buffers are the first shard's."""
     module, strategy = Watched(), DataParallelStrategy(**options)
     fit(lambda: module, DataLoader(samples(23), 10), strategy=strategy, devices=2, max_epochs=1)
@@ -134,13 +134,13 @@ def test_shares_devices_and_copies(options: dict[str, Any]) -> None:
 class ShiftedByFirstBatch(Net):
     """As ActNorm: a parameter is set to what the first shard says, without a new `_version`."""
 
-    def loss(self, batch: Any) -> Tensor:
+    def loss(self, batch):
         self.net[0].bias.data.copy_(batch[0].mean().expand(16))
         return super().loss(batch)
 
 
 class Gathers(Net):
-    def loss(self, batch: Any) -> Tensor:
+    def loss(self, batch):
         return super().loss(batch) + 0 * self.all_gather(batch[0]).sum()
 
 
@@ -166,13 +166,13 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refused_in_one_line(name: str) -> None:
+def test_refused_in_one_line(name):
     make, kwargs, said = REFUSED[name]
     found = attempt(fit, make, **{"strategy": "dp", "devices": 3, **kwargs})
     assert said in found and "\n" not in found, found
 
 
-def test_launchers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launchers_are_refused(monkeypatch):
     """Each of the processes would train a model of its own."""
     torchrun = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "GROUP_RANK": "0"}
     for name, value in {**torchrun, "TORCHELASTIC_RUN_ID": "1", "LOCAL_WORLD_SIZE": "2"}.items():

@@ -1,7 +1,6 @@
 """Loaders and checkpoints of everyday use: two processes do as one device does."""
 
 import multiprocessing
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from tests.strategies.conftest import Net, assert_close, attempt, fit, samples
 class LogsOnce(Net):
     """As Lightning's pages have it for one process."""
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
+    def validation_step(self, batch, batch_idx):
         self.log("val_loss", self.loss(batch))
         if self.trainer.is_global_zero:
             self.log("seen", float(batch_idx), rank_zero_only=True)
@@ -43,7 +42,7 @@ def go_on(directory: Path, num_workers: int) -> list[Any]:
     return [whole, attempt(fit, Net, loader(num_workers, True), ckpt_path=saved)]
 
 
-def test_a_second_fit_starts_workers_again(in_two_processes: Callable) -> None:
+def test_a_second_fit_starts_workers_again(in_two_processes):
     """A value of one process is logged."""
     state, logged = fit(LogsOnce, DataLoader(samples(), 10), DataLoader(samples(), 10))
     for num_children, (other, other_logged) in in_two_processes(fit_twice):
@@ -53,9 +52,7 @@ def test_a_second_fit_starts_workers_again(in_two_processes: Callable) -> None:
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_checkpoint_of_lightning_goes_on(
-    num_workers: int, in_two_processes: Callable, tmp_path: Path
-) -> None:
+def test_a_checkpoint_of_lightning_goes_on(num_workers, in_two_processes, tmp_path):
     """As one device does, where Lightning draws the orders of the epochs that are left."""
     expected = go_on(tmp_path / "one", num_workers)
     for found in in_two_processes(go_on, tmp_path / "two", num_workers):

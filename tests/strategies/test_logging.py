@@ -1,8 +1,5 @@
 """Logged values of an evaluation are means over all samples; in training those of a shard."""
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 from lightning.pytorch.utilities import CombinedLoader
@@ -21,7 +18,7 @@ def val_loaders() -> list[DataLoader]:
 class Plateau(Logs):
     """A rate that falls by what one process would otherwise see alone."""
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         optimizer = torch.optim.SGD(self.parameters(), 0.5)
         plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.01)
         return {
@@ -29,26 +26,26 @@ class Plateau(Logs):
             "lr_scheduler": {"scheduler": plateau, "monitor": "val_loss"},
         }
 
-    def on_train_epoch_end(self) -> None:
+    def on_train_epoch_end(self):
         self.log("rate", self.optimizers().param_groups[0]["lr"])  # type: ignore[union-attr]
 
 
 class InHooks(Logs):
     """Values that hooks log need `sync_dist`."""
 
-    def on_validation_batch_end(self, outputs: Any, batch: Any, *args: Any) -> None:
+    def on_validation_batch_end(self, outputs, batch, *args):
         self.log("val_hook", batch[0][:, 0].mean(), sync_dist=True)
 
 
 class TwoStreams(Net):
     """Two validation loaders of unknown length: Lightning reads a batch of them ahead."""
 
-    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
+    def validation_step(self, batch, batch_idx, dataloader_idx):
         self.log("val_loss", self.loss(batch), batch_size=len(batch[1]))
 
 
 class EvaluatesBoth(Net):
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
+    def validation_step(self, batch, batch_idx):
         self.log("val_loss", self.loss(batch["a"]) + self.loss(batch["b"]))
 
 
@@ -57,7 +54,7 @@ class EvaluatesByMetric(Net):
         super().__init__()
         self.mean = MeanMetric()
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
+    def validation_step(self, batch, batch_idx):
         for each in batch.values():
             self.mean.update(each[0][:, 0])
         self.log("mean", self.mean)
@@ -84,7 +81,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_values_are_means_over_all_samples(name: str, in_two_processes: Callable) -> None:
+def test_values_are_means_over_all_samples(name, in_two_processes):
     check(__name__, name, in_two_processes)
 
 
@@ -98,7 +95,7 @@ def evaluate() -> dict[str, float]:
     return {**first, **trainer.test(module, val_loaders()[1], verbose=False)[0]}
 
 
-def test_validate_and_test_alone(in_two_processes: Callable) -> None:
+def test_validate_and_test_alone(in_two_processes):
     expected = evaluate()
     assert expected.keys() > {"val_loss", "test_loss", "test_max"}
     for found in in_two_processes(evaluate):

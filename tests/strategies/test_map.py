@@ -13,6 +13,6 @@ assert len(STOPS) == 13
 
 
 @pytest.mark.parametrize(("name", "file"), STOPS)
-def test_stops_are_where_the_map_says(name: str, file: str) -> None:
+def test_stops_are_where_the_map_says(name, file):
     path = PACKAGE / (file if "/" in file else f"strategies/{file}")
     assert re.search(rf"(def|class) {name.rpartition('.')[2]}\b", path.read_text())

@@ -1,7 +1,6 @@
 """`exchange_gradients` is to be overridden: docs/strategies.md clips every replica's gradient."""
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_mgpu.allreduce import textbook_allreduce
 from lightning_mgpu.strategies import ManualAllreduceStrategy
+from tests.cases import Manual
 from tests.strategies.conftest import Net, assert_close, attempt, fit, samples
 
 NORM = 0.1
@@ -54,7 +55,7 @@ def by_hand(k: int, window: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("window", [1, 3])
-def test_each_replica_is_clipped(window: int, in_two_processes: Callable) -> None:
+def test_each_replica_is_clipped(window, in_two_processes):
     for k, results in ((1, [train(window)]), (2, in_two_processes(train, window))):
         for found in results:
             assert not isinstance(found, str), found
@@ -64,7 +65,7 @@ def test_each_replica_is_clipped(window: int, in_two_processes: Callable) -> Non
 class SendsOwn(ManualAllreduceStrategy):
     """Sends tensors of its own, which stay as they are."""
 
-    def exchange_gradients(self, gradients: Any, share: float) -> None:
+    def exchange_gradients(self, gradients, share):
         sent, kept = ({p: g.clone() for p, g in gradients.items()} for _ in range(2))
         super().exchange_gradients(sent, share)
         assert all(torch.equal(sent[p], kept[p]) for p in sent)
@@ -78,3 +79,26 @@ def send_own():
 def test_tensors_of_ones_own_are_not_overwritten(in_two_processes):
     for found in in_two_processes(send_own):
         assert_close(found, fit(Net, DataLoader(samples(), 10)))
+
+
+def by_product(tensors):
+    """Matrix products are in bfloat16 under autocast."""
+    total = torch.ones(1, len(tensors), dtype=tensors[0].dtype) @ torch.stack(
+        [t.flatten() for t in tensors]
+    )
+    for t in tensors:
+        t.copy_(total.view_as(t))
+
+
+def fit_by_hand(allreduce):
+    X, y = samples().tensors
+    strategy = ManualAllreduceStrategy(allreduce)
+    data = DataLoader(TensorDataset(X.float(), y), 10)
+    return fit(Manual, data, strategy=strategy, precision="bf16-mixed")[0]
+
+
+def test_autocast_does_not_apply_to_an_allreduce(in_two_processes):
+    """In manual optimization, the backward pass is within `training_step`."""
+    expected = in_two_processes(fit_by_hand, textbook_allreduce)[0]
+    for found in in_two_processes(fit_by_hand, by_product):
+        assert_close(found, expected, rtol=1e-5)

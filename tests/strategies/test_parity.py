@@ -4,14 +4,13 @@ Every case is a kind of model, optimizer or hook for which data parallelism coul
 test_dp.py runs them under `dp`. What any strategy promises is in tests/test_promises.py.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.plugins import MixedPrecision
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
@@ -21,14 +20,14 @@ from tests.strategies.conftest import Net, samples, world_size
 
 
 class Plain(Net):
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), 0.1)
 
 
 class Searches(Net):
     """Runs the step several times per batch, and decides by the loss."""
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         options = {"lr": 0.5, "max_iter": 4, "line_search_fn": "strong_wolfe"}
         return torch.optim.LBFGS(self.parameters(), **options)
 
@@ -40,7 +39,7 @@ class Frozen(Net):
         super().__init__()
         self.unused = nn.Linear(2, 2)
 
-    def on_train_epoch_start(self) -> None:
+    def on_train_epoch_start(self):
         for i in (0, 2):
             self.net[i].requires_grad_((self.current_epoch + i // 2) % 2 == 1)
 
@@ -54,14 +53,14 @@ class Tied(Net):
         super().__init__(nn.Sequential(first, nn.Tanh(), second, nn.Tanh(), nn.Linear(8, 3)))
         self.a, self.b = nn.Parameter(torch.ones(8, 8)), nn.Parameter(torch.ones(8, 8))
 
-    def loss(self, batch: Any) -> Tensor:
+    def loss(self, batch):
         return super().loss([batch[0] @ (self.a + self.b.t()), batch[1]])
 
 
 class Replaced(Net):
     """Another layer of the same shape, and one of another."""
 
-    def on_train_epoch_start(self) -> None:
+    def on_train_epoch_start(self):
         if self.current_epoch == 1:
             self.net[0] = nn.Linear(8, 16)
             self.net[2] = nn.Sequential(nn.Linear(16, 5), nn.Linear(5, 3))
@@ -79,7 +78,7 @@ class Recurrent(Net):
         nn.utils.parametrizations.weight_norm(self.net[0])
         self.lstm = nn.LSTM(1, 8, batch_first=True)
 
-    def loss(self, batch: Any) -> Tensor:
+    def loss(self, batch):
         features = self.lstm(batch[0][..., None])[0][:, -1]
         return F.cross_entropy(checkpoint(self.net, features, use_reentrant=False), batch[1])
 
@@ -87,24 +86,24 @@ class Recurrent(Net):
 class Edited(Net):
     """Weights and gradients that hooks edit."""
 
-    def on_train_batch_end(self, *args: Any) -> None:
+    def on_train_batch_end(self, *args):
         for p in self.parameters():
             p.data.mul_(0.99)
 
-    def on_before_zero_grad(self, optimizer: Any) -> None:
+    def on_before_zero_grad(self, optimizer):
         self.net[0].weight.data.clamp_(-0.3, 0.3)
 
-    def on_after_backward(self) -> None:
+    def on_after_backward(self):
         self.net[2].weight.grad.clamp_(-0.01, 0.01)
 
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
+    def on_before_optimizer_step(self, optimizer):
         self.net[0].bias.grad = self.net[0].bias.grad * 2
 
 
 class HalvesGradients(Net):
     """A hook that replaces gradients, and edits some by `.data`, in every batch of a window."""
 
-    def on_after_backward(self) -> None:
+    def on_after_backward(self):
         for p in self.net[0].parameters():
             p.grad = p.grad * 0.5
         for p in self.net[2].parameters():
@@ -178,12 +177,12 @@ class EmptyFirst(Net):
 class LeavesEarly(Net):
     """An epoch ends in the middle of an accumulation window."""
 
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> Any:
+    def on_train_batch_start(self, batch, batch_idx):
         return -1 if batch_idx == 3 else None
 
 
 class PenalisedGradient(Net):
-    def loss(self, batch: Any) -> Tensor:
+    def loss(self, batch):
         loss = super().loss(batch)
         gradients = torch.autograd.grad(loss, [*self.net.parameters()], create_graph=True)
         return loss + 0.1 * sum(gradient.sum() for gradient in gradients)
@@ -195,10 +194,10 @@ class ChannelsLast(Net):
     def __init__(self) -> None:
         super().__init__(nn.Conv2d(2, 3, 2).to(memory_format=torch.channels_last))
 
-    def loss(self, batch: Any) -> Tensor:
+    def loss(self, batch):
         return F.cross_entropy(self.net(batch[0].view(-1, 2, 2, 2)).flatten(1), batch[1])
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), 0.1, momentum=0.9, fused=True)
 
 
@@ -207,7 +206,7 @@ class GAN(Manual):
         super().__init__()
         self.net, self.critic = nn.Linear(8, 8), nn.Linear(8, 1)
 
-    def training_step(self, batch: Any, batch_idx: int) -> None:
+    def training_step(self, batch, batch_idx):
         first, second = self.optimizers()
         fake = self.net(batch[0])
         self.toggle_optimizer(first)
@@ -223,7 +222,7 @@ class GAN(Manual):
         second.step()
         self.untoggle_optimizer(second)
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         nets = (self.net, 0.01), (self.critic, 0.02)
         return [torch.optim.AdamW(net.parameters(), lr) for net, lr in nets]
 
@@ -231,7 +230,7 @@ class GAN(Manual):
 class AccumulatesByHand(Manual):
     """Accumulates by hand; two losses have one graph."""
 
-    def training_step(self, batch: Any, batch_idx: int) -> None:
+    def training_step(self, batch, batch_idx):
         optimizer: Any = self.optimizers()
         y = self.net(batch[0])
         self.manual_backward(F.cross_entropy(y, batch[1]), retain_graph=True)
@@ -249,7 +248,7 @@ class ExchangesOnce(Manual):
 
     num_batches = 0
 
-    def training_step(self, batch: Any, batch_idx: int) -> None:
+    def training_step(self, batch, batch_idx):
         optimizer: Any = self.optimizers()
         self.num_batches += 1
         is_last = self.num_batches % 4 == 0
@@ -364,5 +363,5 @@ CASES: dict[str, Case] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_training_is_that_of_one_device(name: str, in_two_processes: Callable) -> None:
+def test_training_is_that_of_one_device(name, in_two_processes):
     check(__name__, name, in_two_processes)

@@ -18,7 +18,7 @@ from tests.strategies.test_parity import FlatSGD, Searches, half
 
 
 class LossBackward(Manual):
-    def training_step(self, batch: Any, batch_idx: int) -> None:
+    def training_step(self, batch, batch_idx):
         optimizer: Any = self.optimizers()
         optimizer.zero_grad()
         assert batch_idx == 0  # it is found after the first update
@@ -30,14 +30,14 @@ class Sparse(Net):
     def __init__(self) -> None:
         super().__init__(nn.Embedding(10, 3, sparse=True))
 
-    def loss(self, batch: Any) -> Tensor:
+    def loss(self, batch):
         return F.cross_entropy(self.net(batch[1]), batch[1])
 
 
 class Hidden(Net):
     """Only the optimizer knows this parameter."""
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         self.hidden = [nn.Parameter(torch.zeros(3))]
         return torch.optim.SGD([*self.parameters(), *self.hidden], 0.1)
 
@@ -72,7 +72,7 @@ class WideGradient(Net):
 
 
 class EditsByRank(Net):
-    def on_train_epoch_end(self) -> None:
+    def on_train_epoch_end(self):
         with torch.no_grad():
             self.net[2].bias[1] += 1e-15 * rank()
 
@@ -80,12 +80,12 @@ class EditsByRank(Net):
 class GathersParts(Net):
     """Parts of five and four samples."""
 
-    def on_train_epoch_end(self) -> None:
+    def on_train_epoch_end(self):
         self.all_gather(torch.zeros(5 - rank()))
 
 
 class Draws(Net):
-    def on_train_epoch_end(self) -> None:
+    def on_train_epoch_end(self):
         torch.rand(rank() + 1)
 
 
@@ -109,10 +109,31 @@ class Returns(Net):
         super().__init__()
         self.make, self.num_steps = make, 0
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         self.num_steps += 1
         loss = self.loss(batch)
         return self.make(loss) if rank() or self.num_steps == 2 else loss
+
+
+class Swaps(Net):
+    """A hook puts as many parameters, of a layer in a plain list, into the optimizer."""
+
+    def on_train_epoch_start(self):
+        if self.current_epoch == 1:
+            self.heads = [nn.Linear(8, 16).double(), nn.Linear(16, 3).double()]
+            swapped = [p for head in self.heads for p in head.parameters()]
+            self.optimizers().param_groups[0]["params"] = swapped
+
+
+class Branches(Net):
+    """Processes run different layers at a time."""
+
+    def __init__(self):
+        super().__init__()
+        self.norms = nn.ModuleList([nn.BatchNorm1d(8), nn.BatchNorm1d(8)])
+
+    def loss(self, batch):
+        return F.cross_entropy(self.net(self.norms[rank()](batch[0])), batch[1])
 
 
 class WeighsSome(Net):
@@ -131,6 +152,8 @@ CASES = {
     "sparse": refused(Sparse, "use nn.Embedding(sparse=False)"),
     "hidden": refused(Hidden, NOT_SYNCED),
     "late": refused(LateParameter, NOT_SYNCED),
+    "swapped": refused(Swaps, NOT_SYNCED),
+    "branches": refused(Branches, "run different BatchNorm layers at a time", sync_batchnorm=True),
     "wide gradient": refused(
         WideGradient, "A gradient of torch.float32 for a parameter of torch.bfloat16", **half()
     ),
@@ -156,7 +179,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_refused_in_one_line(name: str, in_two_processes: Callable) -> None:
+def test_refused_in_one_line(name, in_two_processes):
     check(__name__, name, in_two_processes)
 
 

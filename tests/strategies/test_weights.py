@@ -3,7 +3,6 @@
 The oracle is a loop without Lightning: the mean over all things that a window of batches has.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -26,7 +25,7 @@ def loader() -> DataLoader:
 
 
 class WeightedManual(Manual, Weighted):
-    def training_step(self, batch: Any, batch_idx: int) -> None:
+    def training_step(self, batch, batch_idx):
         output, optimizer = Weighted.training_step(self, batch, batch_idx), self.optimizers()
         optimizer.zero_grad()
         self.manual_backward(output["loss"], weight=output["weight"])
@@ -36,7 +35,7 @@ class WeightedManual(Manual, Weighted):
 class WeightedPasses(WeightedManual):
     """The gradients of two batches are added, and exchanged once."""
 
-    def training_step(self, batch: Any, batch_idx: int) -> None:
+    def training_step(self, batch, batch_idx):
         output, optimizer = Weighted.training_step(self, batch, batch_idx), self.optimizers()
         with optimizer.toggle_model(sync_grad=batch_idx % 2 == 1):
             self.manual_backward(output["loss"], weight=output["weight"])
@@ -91,11 +90,11 @@ CASES["two passes"] = CASES["manual optimization"]._replace(
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_things_count_alike(name: str, in_two_processes: Callable) -> None:
+def test_things_count_alike(name, in_two_processes):
     check(__name__, name, in_two_processes)
 
 
-def test_losses() -> None:
+def test_losses():
     loss = torch.ones(1)
     assert split_loss(None) == (None, None)
     found, weight = split_loss({"loss": loss, "weight": torch.tensor(3), "a": 1})
