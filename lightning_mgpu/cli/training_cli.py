@@ -162,7 +162,9 @@ class TrainingCLI(LightningCLI):
             num_steps=self.num_steps,
         )
         self.trainer = self.make_trainer(objects.trainer)
-        started = os.environ.get("SLURM_NTASKS" if SLURMEnvironment.detect() else "WORLD_SIZE", "1")
+        environment = self.trainer._accelerator_connector.cluster_environment
+        is_slurm = isinstance(environment, SLURMEnvironment)
+        started = os.environ.get("SLURM_NTASKS" if is_slurm else "WORLD_SIZE", "1")
         if int(started) > 1 and self.trainer.world_size == 1:
             raise UsageError(f"{started} processes would train alone: take --trainer.strategy=ddp")
 

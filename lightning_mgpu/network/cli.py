@@ -13,7 +13,7 @@ import shlex
 import signal
 import sys
 import time
-from argparse import REMAINDER, Namespace
+from argparse import Namespace
 from pathlib import Path
 from subprocess import Popen
 from tempfile import TemporaryFile
@@ -21,6 +21,7 @@ from typing import IO, Any
 
 from lightning_mgpu.network import clock, links
 from lightning_mgpu.network.steps import Steps
+from lightning_mgpu.processes.ends import SHARES_CORES
 from lightning_mgpu.tools import LAST, command, make_parser, program
 
 LISTS = ("delay_ms", "mbit", "slow")  # options with a value for each machine, or for all
@@ -38,15 +39,18 @@ def network_command(arguments: list[str]) -> None:
     add("--csv", help="write a row per machine and step to this file")
     add("--picture", help="draw some steps of each machine to this file")
     add("fit", choices=["fit"], help="and its options")
-    add("options", nargs=REMAINDER)
-    args = parser.parse_args(arguments)
+    # what comes after `fit` is not parsed here
+    end = arguments.index("fit") + 1 if "fit" in arguments else len(arguments)
+    args = parser.parse_args(arguments[:end])
+    args.options = arguments[end:]
     for name in LISTS:
         values = getattr(args, name)
         if len(values) not in (1, args.machines):
             parser.error(f"--{name}: give one value, or {args.machines}, separated by commas")
         setattr(args, name, (values * args.machines)[: args.machines])
     for option, suffix in (("csv", ".csv"), ("picture", ".png")):
-        path = Path(getattr(args, option) or f"none{suffix}").absolute()
+        value = getattr(args, option)
+        path = Path(f"none{suffix}" if value is None else value).absolute()
         if path.suffix != suffix or not path.parent.is_dir():
             parser.error(f"--{option}={path}: name a {suffix} in a directory that is there")
     if sys.platform != "linux":
@@ -94,11 +98,10 @@ def fit(args: Namespace, file: IO[bytes]) -> int:
     line += ["--trainer.accelerator=cpu", *args.options]
     if not any(option.startswith("--resume") for option in args.options):  # else the run has it
         line.append(f"--trainer.callbacks+={clock.__name__}.StepClock")
-    option = "--trainer.strategy.replicas="
-    replicas = [each.partition("=")[2] for each in args.options if each.startswith(option)]
-    num_processes = int(replicas[-1]) if replicas and replicas[-1].isdigit() else args.machines
-    threads = str(max(1, len(os.sched_getaffinity(0)) // max(num_processes, 1)))
-    usual = {"OMP_NUM_THREADS": threads, "WANDB_MODE": "offline", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    usual = {"WANDB_MODE": "offline", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    if "OMP_NUM_THREADS" not in os.environ:  # a strategy with replicas divides the cores by these
+        threads = max(1, len(os.sched_getaffinity(0)) // args.machines)
+        usual |= {"OMP_NUM_THREADS": str(threads), SHARES_CORES: "1"}
     # Lightning's launcher starts the processes of each machine
     main = {"MASTER_ADDR": links.ADDRESSES[0], "MASTER_PORT": "29500"}
     own = {clock.CLOCK: str(file.fileno()), clock.NETWORK: json.dumps(network)}

@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -46,9 +46,13 @@ class Steps:
             steps = rows[np.isfinite(rows[:, 2])]
             every = int(rows[:, 8].max(initial=1))
             num = max(0, len(steps) - WARM_UP) // every * every
-            measured = steps[WARM_UP:][:num] if num else np.full((1, 9), np.nan)
+            total = f"{rows[:, 5].sum():.2f}"
+            if num == 0:
+                print(f"| {i} | {total} | not measured: too few steps after the first {WARM_UP} |")
+                continue
+            measured = steps[WARM_UP:][:num]
             ms, _, waited, mb = measured[:, 2:6].mean(0)
-            cells = f"{rows[:, 5].sum():.2f} | {mb:.4f} | {800e3 * mb / ms / rate:.0f} % | {ms:.1f}"
+            cells = f"{total} | {mb:.4f} | {800e3 * mb / ms / rate:.0f} % | {ms:.1f}"
             end = f"{np.median(measured[:, 2]):.1f} | {waited:.1f} |".replace("nan", "")
             print(f"| {i} | {cells} | {end}")
             used, without = steps[:, 6:8].sum(0)  # seconds that the main thread had a core, or not
@@ -83,7 +87,9 @@ class Steps:
                     last = max(end, last)
                     above = machine - 0.28 - 0.03 * (lane % 12), 0.02
                     place = above if kind == "message" else (machine - 0.25, 0.6)
-                    axes.broken_barh([(begin - start, end - begin)], place, color=f"C{number}")
+                    bar = begin - start, end - begin
+                    look: Any = {"facecolor": f"C{number}", "edgecolor": "white", "linewidth": 0.8}
+                    axes.broken_barh([bar], place, **look)  # a line between supersteps
         axes.set_yticks(machines, [f"machine {i}" for i in machines])
         axes.set_ylim(len(machines) - 0.5, -0.65)  # machine 0 above the others
         axes.grid(axis="x", alpha=0.4)

@@ -15,12 +15,12 @@ TABLE = "| 0 | 2.0 | 0.5 | 1 % | 30.0 | 29.0 | 1.0 |\n| 1 | 4.0 | 0.5 | 1 % | 50
 ROW = "twice=--trainer.strategy=exchange_diloco --trainer.strategy.options='{a: 1}'"
 
 
-def test_runs_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_runs_are_kept(tmp_path, monkeypatch, capsys):
     monkeypatch.syspath_prepend(str(REPOSITORY / "scripts"))
     script: Any = pytest.importorskip("accuracy_against_bytes")
     lines = []
 
-    def run_network(line: list[str]) -> str:
+    def run_network(line):
         run = Path(line[-1].removeprefix("--run_dir="))
         run.mkdir()
         lines.append(line)
@@ -102,9 +102,7 @@ def test_no_text_of_the_picture_is_cut(link, monkeypatch):
             assert box.x0 >= 0 and box.x1 <= figure.bbox.width, text
 
 
-def test_an_edited_function_is_another_version(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_edited_function_is_another_version(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(REPOSITORY / "scripts"))
     script: Any = pytest.importorskip("accuracy_against_bytes")
     monkeypatch.chdir(tmp_path)
