@@ -10,7 +10,6 @@ import re
 import runpy
 import shlex
 import sys
-from collections.abc import Callable
 from contextlib import redirect_stdout
 from functools import partial
 from importlib import import_module
@@ -39,7 +38,7 @@ ONE_PROCESS = ("--trainer.devices=1",)  # others take seconds to start
 
 
 @pytest.fixture
-def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def project(tmp_path, monkeypatch):
     for name, content in FILES.items():
         (tmp_path / name).write_text(f"# {name}\n{content}")
     monkeypatch.syspath_prepend(tmp_path)
@@ -60,9 +59,7 @@ def epochs(run_dir: Path) -> list[tuple[float, ...]]:
 
 
 @pytest.mark.parametrize("part", ["my_model.MLP --model.hidden=64", "my_allreduce"])
-def test_its_command_trains(
-    part: str, project: Path, main: Callable[..., int], capfd: pytest.CaptureFixture
-) -> None:
+def test_its_command_trains(part, project, main, capfd):
     options = options_of(part)
     if "my_model" in part:
         options += ["--trainer.strategy=manual_allreduce"]
@@ -85,7 +82,7 @@ def run_lines(directory: Path, *lines: list[str]) -> str:
     return out.getvalue()
 
 
-def test_a_dataset_trains_alike_everywhere(project: Path, main: Callable) -> None:
+def test_a_dataset_trains_alike_everywhere(project, main):
     """In two processes, under ddp and manual_allreduce, it learns what it learns on one device."""
     ddp = [*options_of("my_data"), CPU, "--run_dir=ddp"]
     manual = [*ddp, "--trainer.strategy=manual_allreduce", "--run_dir=manual"]
@@ -100,7 +97,7 @@ def test_a_dataset_trains_alike_everywhere(project: Path, main: Callable) -> Non
             assert other == pytest.approx(row, rel=1e-4), name
 
 
-def test_a_text_model_learns_and_predicts(project: Path, main: Callable[..., int]) -> None:
+def test_a_text_model_learns_and_predicts(project, main):
     """From dicts; its F1 score is that of its predictions."""
     assert main(*options_of("my_text.TextClassifier"), CPU, *ONE_PROCESS) == 0
     path = next((project / "runs/text/checkpoints").glob("epoch=*"))
@@ -113,9 +110,7 @@ def test_a_text_model_learns_and_predicts(project: Path, main: Callable[..., int
     assert f1 == pytest.approx(float(MulticlassF1Score(3)(found, y))) and f1 > 0.9
 
 
-def test_a_link_between_data_and_model(
-    project: Path, main: Callable[..., int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_link_between_data_and_model(project, main, monkeypatch):
     own = runpy.run_path(str(project / "my_cli.py"))
     monkeypatch.setattr(conftest, "run_command_line", partial(own["main"], cli=own["MyCLI"]))
     quadrants = import_module("my_data").Quadrants
@@ -125,15 +120,13 @@ def test_a_link_between_data_and_model(
     assert torch.load("a/checkpoints/last.ckpt")["state_dict"]["net.9.bias"].shape == (4,)
 
 
-def test_a_loss_per_token(
-    project: Path, main: Callable[..., int], capfd: pytest.CaptureFixture
-) -> None:
+def test_a_loss_per_token(project, main, capfd):
     options = (*ONE_PROCESS, CPU, "--trainer.max_epochs=2")
     assert main(*options_of("my_language_model"), *options) == 0
     assert re.search(r"  loss_per_token 1\.", capfd.readouterr().out), "it learns: 2.4 is chance"
 
 
-def test_a_plain_lightning_module(main: Callable[..., int], capfd: pytest.CaptureFixture) -> None:
+def test_a_plain_lightning_module(main, capfd):
     """Lightning's own, with plain loaders."""
     boring = "lightning.pytorch.demos.boring_classes.Boring"
     parts = (f"--model={boring}Model", f"--data={boring}DataModule", "--trainer.max_epochs=1")

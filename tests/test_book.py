@@ -2,9 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -31,7 +29,7 @@ def batch(num_samples: int) -> tuple[Tensor, Tensor]:
 
 
 @pytest.fixture
-def tiny(make_data: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def tiny(make_data, tmp_path, monkeypatch):
     """The chapter on 503 images; on GPUs if there are any, two replicas on one if there is one."""
     monkeypatch.chdir(tmp_path)  # for the picture
     monkeypatch.setattr(book, "FashionMNIST", lambda size, **kw: make_data(batch_size=size, **kw))
@@ -39,7 +37,7 @@ def tiny(make_data: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("num_samples", [7, 2])
 @pytest.mark.parametrize("num_devices", [1, 2, 3, 16])
-def test_a_step_is_gradient_descent_on_the_whole_batch(num_devices: int, num_samples: int) -> None:
+def test_a_step_is_gradient_descent_on_the_whole_batch(num_devices, num_samples):
     """All replicas hold the same bits. Shards differ in size; some are empty."""
     X, y = batch(num_samples)
     initial = book.get_params(params(), CPU)
@@ -53,9 +51,7 @@ def test_a_step_is_gradient_descent_on_the_whole_batch(num_devices: int, num_sam
         torch.testing.assert_close(found, before - 0.5 * gradient, rtol=1e-10, atol=1e-13)
 
 
-def test_the_trainer_finds_the_same_weights(
-    tiny: None, make_data: Callable, make_trainer: Callable, monkeypatch: Any
-) -> None:
+def test_the_trainer_finds_the_same_weights(tiny, make_data, make_trainer, monkeypatch):
     """`manual_allreduce` is the chapter: 3 epochs in the same order, the last batch of 55."""
     model = LeNet(lr=0.2).double()
     for parameter, value in zip(model.net.parameters(), params()):
@@ -75,7 +71,7 @@ def test_the_trainer_finds_the_same_weights(
             assert not torch.allclose(found.cpu(), before, rtol=1e-4)
 
 
-def test_every_sample_is_evaluated() -> None:
+def test_every_sample_is_evaluated():
     X, _ = batch(9)
     predicted = book.lenet(X, params()).argmax(1)
     for wrong in range(9):  # all labels are right but one
@@ -85,7 +81,7 @@ def test_every_sample_is_evaluated() -> None:
 
 
 @pytest.mark.gpu
-def test_the_command(tiny: None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(tiny, capsys):
     book.main(["--devices=2", "--num_epochs=2", "--batch_size=32"])
     first, *epochs, last = capsys.readouterr().out.splitlines()
     assert first == "16 batches of 32 per epoch; curve: book.png"

@@ -10,7 +10,6 @@ import re
 import runpy
 import shlex
 import sys
-from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -41,7 +40,7 @@ ONE_DEVICE = ["--trainer.devices=1"]
 
 
 @pytest.fixture
-def kitchen(tmp_path: Path, main: Callable[..., int], monkeypatch: pytest.MonkeyPatch) -> Path:
+def kitchen(tmp_path, main, monkeypatch):
     """A directory with the page's files, and with images to predict."""
     for name, content in FILES.items():
         for long, short in SHORTER.items():
@@ -57,13 +56,7 @@ def kitchen(tmp_path: Path, main: Callable[..., int], monkeypatch: pytest.Monkey
     return tmp_path
 
 
-def test_every_block_runs(
-    kitchen: Path,
-    root: Path,
-    main: Callable[..., int],
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture,
-) -> None:
+def test_every_block_runs(kitchen, root, main, monkeypatch, capfd):
     outputs = []
     for line in LINES:
         _, *words = shlex.split(line)

@@ -1,6 +1,5 @@
 """What to run first on a machine with GPUs: `pytest -m gpu` takes minutes, without a download."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ ALGORITHMS = ("textbook", "tree", "sharded", "ring", "key_value")
 
 
 class OnGPU(Net):
-    def on_train_start(self) -> None:
+    def on_train_start(self):
         assert self.device.type == KIND
 
 
@@ -26,7 +25,7 @@ def trained(strategy: Any = "auto", devices: int = 1) -> Any:
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_an_allreduce_sums_between_gpus(name: str) -> None:
+def test_an_allreduce_sums_between_gpus(name):
     devices = [torch.device("cpu"), *(gpus()[i % len(gpus())] for i in range(4))]
     for given in (devices, devices[1:]):
         allreduce.check_allreduce(getattr(allreduce, f"{name}_allreduce"), given)
@@ -39,13 +38,13 @@ def test_dp_on_one_gpu_trains_as_one_device():
 
 @pytest.mark.skipif(len(gpus()) < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("name", ["manual_allreduce", "manual_allreduce_ring"])
-def test_processes_on_two_gpus_train_as_one_device(name: str) -> None:
+def test_processes_on_two_gpus_train_as_one_device(name):
     one = trained(devices=1)
     for found in run_in_processes(2, trained, name, 2):
         assert_close(found, one, 1e-9, 1e-12)
 
 
-def test_an_epoch_of_the_books_lenet(main: Callable[..., int], capfd: Any) -> None:
+def test_an_epoch_of_the_books_lenet(main, capfd):
     options = ("--data.source=synthetic", "--trainer.devices=1", "--trainer.max_epochs=1")
     assert main("fit", *options, f"--trainer.accelerator={KIND}") == 0
     out = capfd.readouterr().out

@@ -11,13 +11,13 @@ from lightning_mgpu.tools import run_in_group
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 
 
-def test_a_slurm_job_that_is_queued_again_goes_on(tmp_path: Path) -> None:
+def test_a_slurm_job_that_is_queued_again_goes_on(tmp_path):
     """The script calls a stand-in for `srun`, which prints its arguments."""
     (tmp_path / "srun").write_text('#!/bin/sh\necho "$@"\n')
     (tmp_path / "srun").chmod(0o755)
     slurm = {"SLURM_JOB_ID": "7", "SLURM_NNODES": "2", "SLURM_NTASKS_PER_NODE": "4"}
 
-    def started(restarts: str) -> str:
+    def started(restarts):
         path = f"{tmp_path}:{os.environ['PATH']}"
         env = {"PATH": path, **slurm, "SLURM_RESTART_COUNT": restarts}
         line = ["bash", str(SCRIPTS / "fit.sbatch"), "--model=ResNet18"]
@@ -33,10 +33,10 @@ def test_a_slurm_job_that_is_queued_again_goes_on(tmp_path: Path) -> None:
     assert started("1") == "--resume=runs/slurm_7"
 
 
-def test_ctrl_c_ends_a_process_and_its_children(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_ends_a_process_and_its_children(monkeypatch):
     reads, writes = os.pipe()
 
-    def interrupted(process: subprocess.Popen) -> int:
+    def interrupted(process):
         assert os.read(reads, 3) == b"up\n"  # the child's
         monkeypatch.undo()
         raise KeyboardInterrupt

@@ -1,11 +1,9 @@
 """The shipped YAMLs for debugging at work."""
 
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from lightning_mgpu.models import LeNet
 from tests.runs.conftest import last, metrics
@@ -16,7 +14,7 @@ DATA = ("--data.val_size=101", "--data.batch_size=64")
 
 
 @pytest.fixture
-def fit(main: Callable[..., int], root: Path) -> Iterator[Callable[..., int]]:
+def fit(main, root):
     """Run `fit` on one device: 402 images to train on, 101 to validate."""
     given = (*ONE_DEVICE, STRATEGY, f"--data.root={root}", *DATA)
     yield lambda name, *args: main("fit", *(name and [f"--config={name}"]), *given, *args)
@@ -24,15 +22,13 @@ def fit(main: Callable[..., int], root: Path) -> Iterator[Callable[..., int]]:
     torch.autograd.set_detect_anomaly(False)
 
 
-def test_debug_is_short_and_finds_nans(
-    fit: Callable, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
-) -> None:
+def test_debug_is_short_and_finds_nans(fit, monkeypatch, capfd):
     assert fit("debug/default.yaml") == 0
     assert "epoch 2/2" in capfd.readouterr().out and torch.are_deterministic_algorithms_enabled()
     assert last(Path("run"))["global_step"] == 10
     theirs = LeNet.training_step
 
-    def training_step(self: LeNet, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         return (theirs(self, batch, batch_idx) * 0).sqrt()  # its gradient is 0 / 0
 
     monkeypatch.setattr(LeNet, "training_step", training_step)
@@ -41,7 +37,7 @@ def test_debug_is_short_and_finds_nans(
 
 
 @pytest.mark.slow
-def test_one_batch_is_learnt_by_heart(fit: Callable) -> None:
+def test_one_batch_is_learnt_by_heart(fit):
     """The batch is the same in every epoch: the images are not augmented."""
     adam = ("--model.init=kaiming", "--model.optimizer=Adam", "--model.optimizer.lr=0.01")
     data = ("--data.batch_size=8", "--data.augment=true", "--data.crop_padding=20")

@@ -32,7 +32,7 @@ EVEN, UNEVEN = (48, 12), (57, 10)  # samples, global batch size: the last batch 
 
 
 class Scheduled(Net):
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         optimizer = torch.optim.AdamW(self.parameters(), 0.01)
         scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=20)
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
@@ -54,7 +54,7 @@ class Evaluated(Net):
         super().__init__()
         self.accuracy = MulticlassAccuracy(3, average="micro")
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
+    def validation_step(self, batch, batch_idx):
         loss = self.loss(batch)
         self.log("loss", loss)
         self.log("loss with sync_dist", loss, sync_dist=True)
@@ -71,13 +71,13 @@ class Run(NamedTuple):
     accelerator: str
     options: dict[str, Any]
 
-    def trainer(self, **kwargs: Any) -> Trainer:
+    def trainer(self, **kwargs):
         strategy = make_strategy(self.strategy, **self.options)
         where = {"accelerator": self.accelerator, "devices": self.devices}
         settings = {**QUIET, **where, "precision": "64-true", "max_epochs": 2, **kwargs}
         return Trainer(strategy=strategy, default_root_dir=self.directory, **settings)
 
-    def checkpoint(self) -> Path:
+    def checkpoint(self):
         return self.directory / f"{self.strategy}.ckpt"
 
 

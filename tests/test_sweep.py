@@ -159,7 +159,8 @@ def test_arguments_of_a_trial(fits, sweep):
     for _ in range(2):  # again when all have ended
         assert sweep("--config", "b.yaml", "--output.test=true", "--sweep_dir=my") == 0
     first = ["--output.curve=false", "--checkpoint.monitor=val_acc", "--checkpoint.mode=max"]
-    first += ["--a=1", "--data.augment=true", "--output.test=true", "--config=b.yaml"]
+    first += ["--a=1", "--data.augment=true", "--output.test=true"]
+    first.append("--config={output: {test: true}}\n")  # read when the sweep begins
     for i, (text, found) in enumerate(zip(("[3, 4]", "null", '{"a": 1}'), fits, strict=True)):
         trial = [f"--x={text}", "--y=z", f"--run_dir=my/trial_00{i}", "--output.test=false"]
         assert found == [*first, "--output.test=true", *trial]

@@ -1,14 +1,13 @@
 """Header, lines, curve and seconds of all kinds of runs."""
 
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule
-from torch import Tensor, nn
+from lightning.pytorch import LightningModule
+from torch import nn
 from torch.optim import SGD
 from torch.utils.data import DataLoader
 
@@ -21,10 +20,10 @@ from lightning_mgpu.strategies import ManualAllreduceStrategy
 
 
 @pytest.fixture
-def trainer(make_trainer: Callable, tmp_path: Path) -> Callable:
+def trainer(make_trainer, tmp_path):
     """A Trainer with this package's output and `metrics.csv`."""
 
-    def make(*callbacks: Callback, **options: Any) -> Any:
+    def make(*callbacks, **options):
         (tmp_path / "metrics.csv").unlink(missing_ok=True)
         trainer = make_trainer(callbacks=[*callbacks], enable_checkpointing=True, **options)
         trainer.loggers = [MetricsFile(trainer, None)]
@@ -33,9 +32,7 @@ def trainer(make_trainer: Callable, tmp_path: Path) -> Callable:
     return make
 
 
-def test_a_header_then_one_line_per_epoch(
-    make_data: Callable, trainer: Callable, capsys: pytest.CaptureFixture, tmp_path: Path
-) -> None:
+def test_a_header_then_one_line_per_epoch(make_data, trainer, capsys, tmp_path):
     output, data, model = RunOutput(), make_data(), LeNet()
     output.notes["wandb"] = "off"
     trainer(output, devices=3, strategy="dp", max_epochs=2).fit(model, data)
@@ -80,23 +77,23 @@ class Named(LightningModule):
         self.net = nn.Linear(1, 1)
         self.in_bar, self.others, self.in_validation = in_bar, others, in_validation
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         self.log_dict(dict.fromkeys(self.in_bar, 1.0), prog_bar=True, on_step=False, on_epoch=True)
         self.log_dict(dict.fromkeys(self.others, 1.0), on_step=True, on_epoch=True)
         return self.net(batch).sum()
 
-    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+    def validation_step(self, batch, batch_idx):
         self.log_dict(dict.fromkeys(self.in_validation, 2.0))
 
-    def on_train_epoch_end(self) -> None:
+    def on_train_epoch_end(self):
         self.trainer.check_val_every_n_epoch = 4
 
-    def configure_optimizers(self) -> SGD:
+    def configure_optimizers(self):
         return SGD(self.parameters(), 0.1)
 
 
-def test_lines_show_metrics_of_any_name(trainer: Callable, capsys: pytest.CaptureFixture) -> None:
-    def lines(*names: tuple[str, ...]) -> list[str]:
+def test_lines_show_metrics_of_any_name(trainer, capsys):
+    def lines(*names):
         loader: Any = DataLoader(torch.ones(4, 1))  # type: ignore[arg-type]
         trainer(RunOutput(header=False), max_epochs=2).fit(Named(*names), loader, loader)
         return [line.rpartition("  ")[0] for line in capsys.readouterr().out.splitlines()]
@@ -109,13 +106,11 @@ def test_lines_show_metrics_of_any_name(trainer: Callable, capsys: pytest.Captur
     assert second == "epoch 2/2  per_epoch 1.0000"  # whatever the name of what was not validated
 
 
-def test_the_best_epoch_is_marked_at_the_end(
-    make_data: Callable, trainer: Callable, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_best_epoch_is_marked_at_the_end(make_data, trainer, monkeypatch):
     """It is the one that `fit` tests. The last one saved, without a metric, is not the best."""
 
     class BestInTheSecond(LeNet):
-        def on_validation_epoch_end(self) -> None:
+        def on_validation_epoch_end(self):
             self.log("val_loss", abs(self.current_epoch - 1.0))
 
     figures: list[Any] = []
@@ -132,15 +127,12 @@ def test_the_best_epoch_is_marked_at_the_end(
 
 
 def test_what_the_module_logs_last_is_in_the_line_and_the_curve(
-    make_data: Callable,
-    trainer: Callable,
-    capsys: pytest.CaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    make_data, trainer, capsys, monkeypatch
+):
     """Points of the epochs that logged them; it is redrawn after every epoch and at the end."""
 
     class LogsLate(LeNet):
-        def on_train_epoch_end(self) -> None:  # called after other callbacks' hooks
+        def on_train_epoch_end(self):  # called after other callbacks' hooks
             self.log("train_late", float(self.current_epoch))
 
     drawn: list[dict[str, dict[int, float]]] = []
@@ -154,13 +146,13 @@ def test_what_the_module_logs_last_is_in_the_line_and_the_curve(
     assert [*drawn[-1]["val_acc"]] == [2] and [*drawn[-1]["train_acc"]] == [1, 2, 3]
 
 
-def test_seconds_are_of_training_only(make_data: Callable, trainer: Callable) -> None:
+def test_seconds_are_of_training_only(make_data, trainer):
     class Sleeps(LeNet):
-        def training_step(self, *args: Any) -> Any:
+        def training_step(self, *args):
             time.sleep(0.05)
             return super().training_step(*args)
 
-        def validation_step(self, *args: Any) -> Any:
+        def validation_step(self, *args):
             time.sleep(0.5)
             return super().validation_step(*args)
 

@@ -19,7 +19,7 @@ from lightning_mgpu.models import Classifier, LeNet
 
 
 @pytest.fixture
-def lively() -> LeNet:
+def lively():
     """Its weights are so large that it predicts every class."""
     torch.manual_seed(0)
     model = LeNet()
@@ -28,9 +28,7 @@ def lively() -> LeNet:
     return model
 
 
-def test_matrix_and_images_are_of_the_test_set(
-    lively: LeNet, make_data: Callable, make_trainer: Callable, tmp_path: Path
-) -> None:
+def test_matrix_and_images_are_of_the_test_set(lively, make_data, make_trainer, tmp_path):
     data, callback = make_data(batch_size=25), TestPictures()
     trainer = make_trainer(callbacks=[callback])
     X, y = data.test_set.read(0, torch.arange(107))
@@ -56,16 +54,14 @@ class VectorNet(Classifier):
         super().__init__(num_classes=3)
         self.net = nn.Linear(4, 3)
 
-    def test_step(self, batch: Any, *args: Any) -> Any:
+    def test_step(self, batch, *args):
         return super().test_step(batch if isinstance(batch, dict) else batch[:2], 0)
 
-    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+    def predict_step(self, batch, batch_idx):
         return self.choose(batch[0])
 
 
-def test_other_models_get_what_can_be_drawn(
-    make_trainer: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_models_get_what_can_be_drawn(make_trainer, tmp_path, monkeypatch):
     rows, classes = torch.zeros(6, 4), torch.arange(6) % 3
     callback = TestPictures()
     trainer = make_trainer(callbacks=[callback])
@@ -83,9 +79,7 @@ def test_other_models_get_what_can_be_drawn(
     assert (tmp_path / "predictions.png").exists()
 
 
-def test_no_picture_ends_a_run(
-    make_trainer: Callable, recwarn: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_picture_ends_a_run(make_trainer, recwarn, monkeypatch):
     """A label of -100 is in no class; 7 classes are too many here; a wrong label warns."""
     figures: dict[str, Figure] = {}
     save = lambda trainer, figure, filename: figures.update({filename: figure})  # noqa: E731
@@ -93,7 +87,7 @@ def test_no_picture_ends_a_run(
     monkeypatch.setattr(pictures, "MAX_CLASSES", 6)
 
     class OnlyLogits(LeNet):
-        def test_step(self, batch: Any, *args: Any) -> Any:
+        def test_step(self, batch, *args):
             return {"logits": self(batch[0])}
 
     X, y = torch.rand(6, 1, 28, 28), torch.tensor([-100, 1, 2, 3, -100, 5])
@@ -109,7 +103,7 @@ def test_no_picture_ends_a_run(
         trainer.test(OnlyLogits(), DataLoader(TensorDataset(X, torch.full((6,), 70)), 3))
 
 
-def test_one_scale_for_all_images() -> None:
+def test_one_scale_for_all_images():
     """Images after `Normalize` look as before it; a dark image of a bright set stays dark."""
     X = torch.rand(9, 3, 4, 4)
     X[0, :, 0, :2] = torch.tensor([0.0, 1.0])
@@ -123,9 +117,7 @@ def test_one_scale_for_all_images() -> None:
             torch.testing.assert_close(torch.tensor(found.data), expected, atol=0.01, rtol=0)
 
 
-def test_predictions_in_dataset_order(
-    lively: LeNet, make_data: Callable, make_trainer: Callable, tmp_path: Path, capsys: Any
-) -> None:
+def test_predictions_in_dataset_order(lively, make_data, make_trainer, tmp_path, capsys):
     data = make_data(batch_size=25)  # 107 samples: batches of 22, 22, 21, 21, 21
     make_trainer(callbacks=[PredictionWriter()]).predict(lively, data, return_predictions=False)
     assert capsys.readouterr().out == f"predictions: {tmp_path / 'predictions.csv'}\n"
@@ -145,7 +137,7 @@ def test_predictions_in_dataset_order(
 
 
 @pytest.mark.parametrize("is_plain", [True, False])
-def test_files_of_the_samples(is_plain: bool, make_trainer: Callable, tmp_path: Path) -> None:
+def test_files_of_the_samples(is_plain, make_trainer, tmp_path):
     """A dataset's `samples`, as of an `ImageFolder`; its own, if it is a list of paths."""
 
     class Vectors(list):
@@ -175,7 +167,7 @@ def test_files_of_the_samples(is_plain: bool, make_trainer: Callable, tmp_path: 
         assert rows[3] == line and ("file" in header) == (".png" in line)
 
 
-def test_tensors_of_any_loader_in_dataset_order(make_trainer: Callable, tmp_path: Path) -> None:
+def test_tensors_of_any_loader_in_dataset_order(make_trainer, tmp_path):
     samples = TensorDataset(torch.arange(92.0).reshape(23, 4), torch.arange(23))
     trainer, model = make_trainer(callbacks=[PredictionWriter()]), VectorNet()
     flat = ["index,prediction", *(f"{i},{4.0 * i}" for i in range(23))]

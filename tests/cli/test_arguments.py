@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,17 +17,17 @@ Config = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture
-def config(main: Callable, capfd: pytest.CaptureFixture) -> Config:
+def config(main, capfd):
     """The configuration that a command line comes to."""
 
-    def config(*args: str) -> dict[str, Any]:
+    def config(*args):
         assert main(*args, "--print_config") == 0, capfd.readouterr().err
         return yaml.safe_load(capfd.readouterr().out)
 
     return config
 
 
-def test_configurations_compose(config: Config, tmp_path: Path) -> None:
+def test_configurations_compose(config, tmp_path):
     (tmp_path / "mine.yaml").write_text("trainer:\n  max_epochs: 3\n  devices: 5\n")
     shipped = ("--config", "model/resnet18.yaml", "--config=experiment/resnet18_book.yaml")
     fast = ("--config=trainer/cpu_bf16.yaml",)
@@ -62,7 +61,7 @@ DEFAULTS = {
 
 
 @pytest.mark.parametrize("args", DEFAULTS, ids=" ".join)
-def test_a_class_that_is_named_has_its_own_defaults(args: tuple[str, ...], config: Config) -> None:
+def test_a_class_that_is_named_has_its_own_defaults(args, config):
     lr, name, values = DEFAULTS[args]
     found = config("fit", *args)["model"]["init_args"]
     optimizer = found["optimizer"] or {"class_path": ".None", "init_args": {}}
@@ -70,7 +69,7 @@ def test_a_class_that_is_named_has_its_own_defaults(args: tuple[str, ...], confi
     assert {key: optimizer["init_args"][key] for key in values} == values
 
 
-def test_a_strategy_by_its_name_takes_options(config: Config, tmp_path: Path) -> None:
+def test_a_strategy_by_its_name_takes_options(config, tmp_path):
     (tmp_path / "mine.yaml").write_text("trainer: {strategy: manual_allreduce_ring}\n")
     for args in (("--trainer.strategy=manual_allreduce_ring",), ("--config=mine.yaml",)):
         found = config("fit", *args, "--trainer.strategy.replicas=3")["trainer"]["strategy"]
@@ -92,7 +91,7 @@ def test_a_strategy_by_its_name_takes_options(config: Config, tmp_path: Path) ->
 @pytest.mark.parametrize(
     "path", sorted(CONFIGS.rglob("*.yaml")), ids=lambda path: str(path.relative_to(CONFIGS))
 )
-def test_shipped_config_parses_and_names_its_command(path: Path, config: Config) -> None:
+def test_shipped_config_parses_and_names_its_command(path, config):
     """A sweep's parameters are options, too."""
     content, name = yaml.safe_load(path.read_text()), str(path.relative_to(CONFIGS))
     specs = content.get("parameters", {})
@@ -104,7 +103,7 @@ def test_shipped_config_parses_and_names_its_command(path: Path, config: Config)
     assert re.search(line, path.read_text(), re.MULTILINE)
 
 
-def test_help_shows_the_options_people_use_first(main: Callable, capfd: Any) -> None:
+def test_help_shows_the_options_people_use_first(main, capfd):
     text = str(short_help(["fit", "--help"]))
     assert text.count("\n") <= 24 and max(map(len, text.splitlines())) <= 120
     assert str(short_help([])).startswith("usage: ")
@@ -122,7 +121,7 @@ def test_help_shows_the_options_people_use_first(main: Callable, capfd: Any) -> 
         assert word in capfd.readouterr().out, args
 
 
-def test_help_does_not_wait_for_torch(command: Any) -> None:
+def test_help_does_not_wait_for_torch(command):
     for line in (("--version",), ("--help",), ("fit", "--help")):
         process = command.start(*line, launcher=("-X", "importtime", "-m", "lightning_mgpu"))
         status, out, err = command.finish(process, timeout=60)
@@ -136,7 +135,7 @@ def test_what_was_deleted_is_not_offered(module, monkeypatch):
     assert {"fit", "runs", "benchmark"} <= {*subcommands()} and "gone" not in subcommands()
 
 
-def test_a_limit_of_one_batch_is_told() -> None:
+def test_a_limit_of_one_batch_is_told():
     """Lightning's line says that 1 is a batch; that 1.0 is all batches need not be said."""
     said = "`Trainer(limit_train_batches={})` was configured so"
     assert INFO.match(said.format(1.0)) and not INFO.match(said.format(1))

@@ -1,8 +1,6 @@
 """Settings of a stranger's: classes are made where a type names one, and nothing else is called."""
 
 import json
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -58,16 +56,14 @@ QUICK = (
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def here(tmp_path, monkeypatch):
     (tmp_path / "strange.py").write_text(OWN)
     monkeypatch.syspath_prepend(tmp_path)
     return tmp_path
 
 
 @pytest.mark.parametrize("flag", REFUSED)
-def test_a_function_is_never_called(
-    flag: str, here: Path, main: Callable[..., int], capfd: pytest.CaptureFixture
-) -> None:
+def test_a_function_is_never_called(flag, here, main, capfd):
     option, value = REFUSED[flag]
     args = (*QUICK, "--data.source=synthetic", "--run_dir=run")
     assert main("fit", *args, flag.replace("X", json.dumps(value))) == 2
@@ -76,9 +72,7 @@ def test_a_function_is_never_called(
     assert not (here / "called").exists() and not (here / "run").exists()
 
 
-def test_a_class_is_made_only_where_a_type_names_one(
-    here: Path, root: Path, main: Callable[..., int]
-) -> None:
+def test_a_class_is_made_only_where_a_type_names_one(here, root, main):
     command = {
         "class_path": "subprocess.Popen",
         "init_args": {"args": "echo > called", "shell": True},
@@ -95,9 +89,7 @@ def test_a_class_is_made_only_where_a_type_names_one(
         *(f"{name} --ckpt_path=a/checkpoints/a.ckpt" for name in ("test", "predict", "validate")),
     ],
 )
-def test_a_strangers_run_directory(
-    line: str, here: Path, main: Callable[..., int], capfd: pytest.CaptureFixture
-) -> None:
+def test_a_strangers_run_directory(line, here, main, capfd):
     model = {"class_path": "lightning_mgpu.models.LeNet", "init_args": {"optimizer": SHELL}}
     (here / "a" / "checkpoints").mkdir(parents=True)
     data = {"class_path": "lightning_mgpu.data.FashionMNIST"}
@@ -163,7 +155,7 @@ def test_code_that_the_command_line_names_runs(evil, here, main):
     assert (here / "called").exists()
 
 
-def test_what_people_give_is_taken(here: Path) -> None:
+def test_what_people_give_is_taken(here):
     for line in (
         "--model.optimizer=SGD --model.lr_scheduler=OneCycle",
         "--model.optimizer=strange.Mine --model.lr_scheduler=lightning_mgpu.models.OneCycle",

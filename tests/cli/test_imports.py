@@ -38,14 +38,14 @@ def imported(path: Path) -> Iterator[str]:
             yield from (alias.name for alias in node.names)
 
 
-def test_no_file_imports_one_that_imports_it() -> None:
+def test_no_file_imports_one_that_imports_it():
     above = {name: {*imported(path)} & FILES.keys() - {name} for name, path in FILES.items()}
     assert "lightning_mgpu.cli.options" in above["lightning_mgpu.cli.training_cli"]
     TopologicalSorter(above).prepare()  # raises CycleError with the files
 
 
 @pytest.mark.parametrize("part", KNOWN)
-def test_what_parts_know_of_others(part: str) -> None:
+def test_what_parts_know_of_others(part):
     inside = [path for name, path in FILES.items() if name.split(".")[1:2] == [part]]
     files = FILES.keys() & {name for path in inside for name in imported(path)}
     names = {name.split(".")[1] for name in files if "." in name}
@@ -54,7 +54,7 @@ def test_what_parts_know_of_others(part: str) -> None:
 
 
 @pytest.mark.parametrize("name", DROPPABLE)
-def test_nothing_imports_what_can_be_deleted(name: str) -> None:
+def test_nothing_imports_what_can_be_deleted(name):
     """Neither the package nor a test, except its own files."""
     for path in (*FILES.values(), *(ROOT / "tests").rglob("*.py")):
         inside = path.relative_to(ROOT)

@@ -2,7 +2,6 @@
 
 import csv
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ def make_run(run_dir: Path, optimizer: str, begin: int, **end: Any) -> Path:
 
 
 @pytest.fixture
-def runs(tmp_path: Path) -> Path:
+def runs(tmp_path):
     """Runs in two states: finished and killed."""
     runs = tmp_path / "runs"
     (make_run(runs / "killed", "torch.optim.SGD", 2) / "metrics.csv").write_text(METRICS)
@@ -34,12 +33,7 @@ def runs(tmp_path: Path) -> Path:
     return runs
 
 
-def test_the_table(
-    runs: Path,
-    main: Callable[..., int],
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture,
-) -> None:
+def test_the_table(runs, main, monkeypatch, capfd):
     """Metrics, state, options that differ; the newest run is last."""
     monkeypatch.setenv("COLUMNS", "200")
     assert main("runs") == 0
@@ -66,7 +60,8 @@ def test_the_table(
     assert main("runs", "one", "two") == 2
 
 
-def test_a_strangers_run_does_not_control_the_terminal(runs, main, capfd):
+def test_a_strangers_run_does_not_control_the_terminal(runs, main, monkeypatch, capfd):
+    monkeypatch.setenv("COLUMNS", "200")
     run = make_run(runs / "a\x1bb", "\x1b]0;title\x07", 3, state="\x1b[2J")
     for args in ((), ("--csv",)):
         assert main("runs", *args) == 0
@@ -75,16 +70,14 @@ def test_a_strangers_run_does_not_control_the_terminal(runs, main, capfd):
         assert all(each.isprintable() for each in out.replace("\n", "")), run
 
 
-def test_chosen_columns_and_other_commands(
-    runs: Path, main: Callable[..., int], capfd: pytest.CaptureFixture
-) -> None:
+def test_chosen_columns_and_other_commands(runs, main, capfd):
     """A row of `test` has the columns of `fit`, in which it has more options in common."""
     end = {"state": "finished", "metrics": {"test_loss": 1.0, "val_acc": 0.5}}
     content = {"command": "python -m lightning_mgpu test", "options": {"seed": 3}, "end": end}
     (runs / "tested").mkdir()
     (runs / "tested" / "run.json").write_text(json.dumps(content))
 
-    def table(*args: str) -> list[list[str]]:
+    def table(*args):
         assert main("runs", *args) == 0
         return [line.split() for line in capfd.readouterr().out.splitlines()]
 
@@ -102,9 +95,7 @@ def test_chosen_columns_and_other_commands(
 
 
 @pytest.mark.parametrize("text", ["[1]", '{"end": "x"}', '{"end": {"metrics": [3]}}', "{", "\xff"])
-def test_a_record_that_is_not_one(
-    text: str, runs: Path, main: Callable[..., int], capfd: pytest.CaptureFixture
-) -> None:
+def test_a_record_that_is_not_one(text, runs, main, capfd):
     (runs / "killed" / "run.json").write_text(text, encoding="latin-1")
     assert main("runs", str(runs), "--csv") == 0
     rows = csv.DictReader(capfd.readouterr().out.splitlines())

@@ -1,9 +1,7 @@
 """The commonest mistakes end in at most six lines with status 2, and leave no file."""
 
 import sys
-from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -127,7 +125,7 @@ FILES = {
 
 
 @pytest.fixture
-def here(tmp_path: Path) -> Path:
+def here(tmp_path):
     """The working directory, with files to give to the command line."""
     for name, content in FILES.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -136,13 +134,7 @@ def here(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("args", MISTAKES)
-def test_mistake_ends_in_a_few_lines(
-    args: str,
-    here: Path,
-    main: Callable,
-    capfd: pytest.CaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_mistake_ends_in_a_few_lines(args, here, main, capfd, monkeypatch):
     if "gpu" in args and torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
     monkeypatch.delitem(sys.modules, "timm", raising=False)
@@ -156,9 +148,7 @@ def test_mistake_ends_in_a_few_lines(
 
 
 @pytest.mark.parametrize("args", NUMBERS)
-def test_a_number_out_of_its_range(
-    args: str, tmp_path: Path, main: Callable, capfd: pytest.CaptureFixture
-) -> None:
+def test_a_number_out_of_its_range(args, tmp_path, main, capfd):
     """The line has the option, its value and what is allowed."""
     assert main(*args.split()) == 2
     option = args.split()[-1].partition("=")[0]
@@ -184,9 +174,7 @@ class Late(LeNet):
 """
 
 
-def test_code_of_ones_own(
-    main: Callable, root: Path, tmp_path: Path, capfd: pytest.CaptureFixture
-) -> None:
+def test_code_of_ones_own(main, root, tmp_path, capfd):
     """A constructor's ValueError is a mistake; what else its code raises keeps its traceback."""
     (tmp_path / "own_code.py").write_text(OWN)
     run = ("fit", f"--data.root={root}", "--data.val_size=9", CPU, "--trainer.devices=1")
@@ -225,7 +213,7 @@ def test_a_command_line_of_ones_own_is_a_subclass(cli, monkeypatch, capsys):
     assert f"error: main(cli={cli!r}): not a subclass of Tra" in capsys.readouterr().err
 
 
-def test_an_error_of_torchs_code_keeps_its_traceback() -> None:
+def test_an_error_of_torchs_code_keeps_its_traceback():
     """Its last frame may be ours."""
     with pytest.raises(RuntimeError, match="must match"), one_line_errors(False):
         textbook_allreduce([torch.ones(2), torch.ones(3)])
@@ -251,9 +239,7 @@ class Folder(LightningDataModule):
 """
 
 
-def test_a_damaged_picture_is_told_by_any_process(
-    main: Callable, tmp_path: Path, capfd: pytest.CaptureFixture
-) -> None:
+def test_a_damaged_picture_is_told_by_any_process(main, tmp_path, capfd):
     (tmp_path / "own_damaged.py").write_text(DAMAGED)
     for num_workers in (0, 1):
         run = ("fit", CPU, "--trainer.devices=1", f"--run_dir={num_workers}")
@@ -263,9 +249,7 @@ def test_a_damaged_picture_is_told_by_any_process(
         assert lines[1].startswith("sample 0; once that is mended, go on with: ")
 
 
-def test_a_launchers_processes_train_one_model(
-    main: Callable, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_launchers_processes_train_one_model(main, capfd, monkeypatch):
     """One process under a launcher that has started two would train two models."""
     for name in ("RANK=0", "LOCAL_RANK=0", "WORLD_SIZE=2", "TORCHELASTIC_RUN_ID=1"):
         monkeypatch.setenv(*name.split("="))
@@ -274,15 +258,13 @@ def test_a_launchers_processes_train_one_model(
     assert "2 processes would train alone: take --trainer.strategy=ddp" in err
 
 
-def test_untrained_weights_are_told(main: Callable, root: Path) -> None:
+def test_untrained_weights_are_told(main, root):
     one = (f"--data.root={root}", "--data.val_size=9", CPU, "--trainer.devices=1")
     with pytest.warns(UserWarning, match="test without --ckpt_path: the weights are untrained"):
         assert main("test", *one) == 0
 
 
-def test_a_process_that_has_no_reason_says_nothing(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_process_that_has_no_reason_says_nothing(monkeypatch, capsys):
     monkeypatch.setattr(rank_zero_only, "rank", 1)
     monkeypatch.setattr("time.sleep", lambda seconds: None)
     strategy = SimpleNamespace(global_rank=1, _timeout=timedelta(seconds=12))

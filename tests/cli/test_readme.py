@@ -6,10 +6,8 @@ The commands of a directory that can be deleted are tried by its own tests.
 import re
 import shlex
 import sys
-from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -35,9 +33,7 @@ LINKS = [
 
 
 @pytest.mark.parametrize("line", dict.fromkeys(LINES))
-def test_command_is_taken(
-    line: str, main: Callable[..., int], tmp_path: Path, monkeypatch: Any, capsys: Any
-) -> None:
+def test_command_is_taken(line, main, tmp_path, monkeypatch, capsys):
     for name, code in re.findall(r"```(?:python|yaml)\n# (\S+)\n(.*?)```", TEXT, flags=re.DOTALL):
         (tmp_path / name).write_text(code)
     files = ("--ckpt_path=", "--weights=", "--resume=")  # made by the commands before
@@ -47,14 +43,14 @@ def test_command_is_taken(
     assert main(*args) == 0, capsys.readouterr().err
 
 
-def test_there_are_commands() -> None:
+def test_there_are_commands():
     assert len({*LINES}) > 15
 
 
 @pytest.mark.parametrize(
     ("page", "link"), LINKS, ids=[f"{page.name}:{link}" for page, link in LINKS]
 )
-def test_link_leads_somewhere(page: Path, link: str) -> None:
+def test_link_leads_somewhere(page, link):
     name, _, anchor = link.partition("#")
     target = (page.parent / name).resolve() if name else page
     parts = {Path(part).name for part in deletable_parts()}

@@ -39,7 +39,7 @@ def joined(*args: Any, **options: Any) -> list[list[int]]:
     return [list(chain(*parts)) for parts in slices(*args, **options)]
 
 
-def test_processes_share_the_batches_of_one() -> None:
+def test_processes_share_the_batches_of_one():
     for size, processes in product((64, 101, 503), (2, 3, 4)):
         whole = joined(1, size, shuffle=True)
         assert sorted(chain(*whole)) == list(range(503))  # every sample once, the uneven rest too
@@ -53,7 +53,7 @@ def test_processes_share_the_batches_of_one() -> None:
         assert len(sizes) == -(-503 // size) and max(sizes) - min(sizes) <= 1
 
 
-def test_order_and_seed_depend_only_on_seed_and_epoch() -> None:
+def test_order_and_seed_depend_only_on_seed_and_epoch():
     """A `ShardLoader` goes by `whole_batches` and `pass_seed`: they are what a loop gets."""
     orders, seeds = set(), set()
     for seed, epoch in [*product(range(3), range(3))] * 2:
@@ -65,7 +65,7 @@ def test_order_and_seed_depend_only_on_seed_and_epoch() -> None:
     assert len(orders) == len(seeds) == 9  # with seed + epoch they would be 5
 
 
-def test_batches_that_cannot_be_shared_are_refused() -> None:
+def test_batches_that_cannot_be_shared_are_refused():
     few = "data.batch_size={} leaves a batch of only {} of {} samples for {} processes"
     nothing = "{2} samples in batches of {0}: nothing to read"
     for args, options, told, numbers in (
@@ -82,17 +82,17 @@ def test_batches_that_cannot_be_shared_are_refused() -> None:
 class Noise(Dataset):
     """Draws from the three global generators."""
 
-    def __len__(self) -> int:
+    def __len__(self):
         return 10
 
-    def __getitem__(self, index: int) -> tuple[float, ...]:
+    def __getitem__(self, index):
         return index, random.random(), np.random.rand(), torch.rand(()).item()  # noqa: NPY002
 
 
-def test_samples_draw_the_same_in_any_worker_and_process() -> None:
+def test_samples_draw_the_same_in_any_worker_and_process():
     """By seed, epoch and place in the batch; other random numbers do not notice."""
 
-    def drawn(seed: int = 1, epoch: int = 2, processes: int = 1, **options: Any) -> list[Any]:
+    def drawn(seed=1, epoch=2, processes=1, **options):
         options |= {"shuffle": True, "seed": seed, "epoch": epoch}
         loaders = (loader(Noise(), 5, processes, rank, **options) for rank in range(processes))
         batches = (torch.stack(batch, 1) for each in loaders for batch in each)
@@ -106,7 +106,7 @@ def test_samples_draw_the_same_in_any_worker_and_process() -> None:
     assert len({value for row in noise for value in row}) == 3 * 10 * 3
 
 
-def test_batches_are_pinned_for_a_gpu() -> None:
+def test_batches_are_pinned_for_a_gpu():
     """`meta` stands for a GPU: images that are there already cannot be pinned."""
     there = InMemoryImages(torch.ones(9, device="meta"), torch.ones(9))
     for device, is_pinned in (("cuda:1", True), ("cpu", False), ("mps", False)):

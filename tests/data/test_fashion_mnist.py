@@ -5,12 +5,9 @@ Files are found, fetched and checked; damaged and half written ones are replaced
 
 import gzip
 import hashlib
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 from torchvision.datasets import FashionMNIST as FashionMNISTFiles
 
 from lightning_mgpu.data import FashionMNIST, sources
@@ -21,7 +18,7 @@ from lightning_mgpu.data.sources import FILES, SYSTEM_DIR, ensure_fashion_mnist
 IMAGES = torch.randint(0, 256, (40, 1, 28, 28), dtype=torch.uint8)
 
 
-def test_serves_what_torchvision_reads(root: Path, make_data: Callable) -> None:
+def test_serves_what_torchvision_reads(root, make_data):
     theirs = FashionMNISTFiles(root, train=False)
     data = make_data(augment=True, crop_padding=1, normalize=True)
     assert data.train_set.crop_padding == 1 and data.val_set.crop_padding is None
@@ -32,14 +29,14 @@ def test_serves_what_torchvision_reads(root: Path, make_data: Callable) -> None:
 
 
 @pytest.mark.skipif(not SYSTEM_DIR.exists(), reason="needs the package dataset-fashion-mnist")
-def test_the_real_files(tmp_path: Path) -> None:
+def test_the_real_files(tmp_path):
     assert ensure_fashion_mnist(tmp_path) == f"files under {SYSTEM_DIR}"
     sizes = [(tmp_path / "FashionMNIST" / "raw" / name).stat().st_size for name in FILES]
     assert sizes == [47_040_016, 60_008, 7_840_016, 10_008]
 
 
-def test_validation_is_split_off_by_the_seed(make_data: Callable) -> None:
-    def pictures(images: InMemoryImages) -> set[bytes]:
+def test_validation_is_split_off_by_the_seed(make_data):
+    def pictures(images):
         return {image.numpy().tobytes() for image in images.images}
 
     data, whole = make_data(seed=3), make_data(val_size=0)
@@ -49,7 +46,7 @@ def test_validation_is_split_off_by_the_seed(make_data: Callable) -> None:
     assert pictures(whole.train_set) == parts[0] | parts[1] and whole.val_set is whole.test_set
 
 
-def test_options(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options(monkeypatch):
     monkeypatch.setenv("PL_GLOBAL_SEED", "17")
     assert FashionMNIST().seed == 17 and FashionMNIST(seed=2).seed == 2
     with pytest.raises(ValueError, match="val_size=-1, crop_padding=2 of the data"):
@@ -64,7 +61,7 @@ def test_options(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("channels", [1, 3])
-def test_augmenting_a_batch_equals_sample_by_sample(channels: int) -> None:
+def test_augmenting_a_batch_equals_sample_by_sample(channels):
     X, uniforms = IMAGES.expand(-1, channels, -1, -1).clone(), torch.rand(40, 3)
     X[:, -1] //= 2  # channels differ
 
@@ -75,8 +72,8 @@ def test_augmenting_a_batch_equals_sample_by_sample(channels: int) -> None:
         assert torch.equal(found[i], window.flip(2) if uniforms[i, 2] < 0.5 else window)
 
 
-def test_augmentation_depends_only_on_seed_epoch_and_sample() -> None:
-    def batch(seed: int = 1, epoch: int = 5, step: int = 1) -> Tensor:
+def test_augmentation_depends_only_on_seed_epoch_and_sample():
+    def batch(seed=1, epoch=5, step=1):
         images = InMemoryImages(IMAGES, torch.zeros(40), crop_padding=2, seed=seed)
         return images.read(epoch, torch.arange(0, 40, step))[0]
 
@@ -91,7 +88,7 @@ FIRST = next(iter(FILES))
 
 
 @pytest.fixture
-def system_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def system_dir(tmp_path, monkeypatch):
     """The only source that is there: neither a mirror nor apt-get answers."""
     monkeypatch.setattr(sources, "SYSTEM_DIR", tmp_path / "system")
     monkeypatch.setattr(sources, "FETCH", "echo E: no archive >&2; exit 100")
@@ -102,9 +99,7 @@ def system_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "system"
 
 
-def test_damaged_files_are_replaced_and_good_ones_are_kept(
-    tmp_path: Path, system_dir: Path
-) -> None:
+def test_damaged_files_are_replaced_and_good_ones_are_kept(tmp_path, system_dir):
     raw = tmp_path / "FashionMNIST" / "raw"
     for damaged in (b"", CONTENT[FIRST][:50], CONTENT[FIRST][:-1] + b"\1"):
         assert ensure_fashion_mnist(tmp_path, TINY) == f"files under {system_dir}"
@@ -113,7 +108,7 @@ def test_damaged_files_are_replaced_and_good_ones_are_kept(
         (raw / FIRST).write_bytes(damaged)
 
 
-def test_where_nothing_is_found_every_source_says_why(tmp_path: Path, system_dir: Path) -> None:
+def test_where_nothing_is_found_every_source_says_why(tmp_path, system_dir):
     (system_dir / f"{FIRST}.gz").write_bytes(gzip.compress(bytes(99) + b"\1"))
     with pytest.raises(RuntimeError) as caught:
         ensure_fashion_mnist(tmp_path, TINY)

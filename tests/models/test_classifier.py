@@ -4,10 +4,8 @@ Layers and parameters have the book's numbers.
 """
 
 from collections import UserDict
-from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.cli import LightningCLI
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader, default_collate
@@ -26,7 +24,7 @@ from lightning_mgpu.models import Classifier, LeNet, OneCycle, ResNet18
 from lightning_mgpu.models.classifier import MeanLoss, compiled_logits
 
 
-def test_epoch_values_are_means_over_samples(make_data: Callable, make_trainer: Callable) -> None:
+def test_epoch_values_are_means_over_samples(make_data, make_trainer):
     """In the second of two epochs. Labels are smoothed in training, images mirrored otherwise."""
     data = make_data(batch_size=150)  # 402 samples in batches of 150, 150, 102
     model = LeNet(lr=0.0, label_smoothing=0.3, flip_tta=True)
@@ -48,7 +46,7 @@ def test_epoch_values_are_means_over_samples(make_data: Callable, make_trainer: 
     torch.testing.assert_close(predictions, logits.softmax(1))
 
 
-def test_mean_loss_keeps_its_digits() -> None:
+def test_mean_loss_keeps_its_digits():
     """Those of float64, and of float32 where the model is in bfloat16."""
     for dtype, value in ((torch.float64, 1 / 3), (torch.bfloat16, 0.5)):
         metric = torch.nn.ModuleList([MeanLoss()]).to(dtype)[0]  # as `bf16-true` does
@@ -63,19 +61,19 @@ class OwnLoss(LeNet):
 
     class_weights = torch.tensor([0.0, 4.0, *[1.0] * 8])
 
-    def compute_loss(self, logits: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    def compute_loss(self, logits, y):
         weights = self.class_weights
         return F.cross_entropy(logits, y, weights), weights[y].sum()
 
 
 class OwnStep(OwnLoss):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         loss, weight = self.compute_loss(self(batch[0]), batch[1])
         return {"loss": loss, "weight": weight}
 
 
 @pytest.mark.parametrize("strategy", ["manual_allreduce", "dp"])
-def test_a_loss_of_ones_own(strategy: str, make_data: Callable, make_trainer: Callable) -> None:
+def test_a_loss_of_ones_own(strategy, make_data, make_trainer):
     """The logged mean is by its weights, some of them 0. A step of one's own logs no accuracy."""
     data, logged, weights = make_data(batch_size=7, val_size=45), [], []
     for make in (OwnLoss, OwnStep):
@@ -95,10 +93,10 @@ def test_a_loss_of_ones_own(strategy: str, make_data: Callable, make_trainer: Ca
 class WithMetrics(LeNet):
     """Two metrics that share their states, if they may; its `setup` does not call ours."""
 
-    def setup(self, stage: str) -> None:
+    def setup(self, stage):
         pass
 
-    def make_metrics(self) -> MetricCollection:
+    def make_metrics(self):
         num = self.num_classes
         return MetricCollection({"f1": MulticlassF1Score(num), "recall": MulticlassRecall(num)})
 
@@ -107,7 +105,7 @@ class WithMetrics(LeNet):
     "strategy",
     [{"strategy": "dp", "devices": 2}, {}, {"strategy": "manual_allreduce"}],
 )
-def test_metrics_of_ones_own(strategy: Any, make_data: Callable, make_trainer: Callable) -> None:
+def test_metrics_of_ones_own(strategy, make_data, make_trainer):
     """In each stage of the second epoch those of all samples."""
     data, model = make_data(batch_size=150), WithMetrics(lr=0.0, init="kaiming")
     trainer = make_trainer(max_epochs=2, **strategy)
@@ -129,7 +127,7 @@ class Network(nn.Module):
         super().__init__()
         self.embedding, self.head = nn.Embedding(9, 4), nn.Linear(4, 3)
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Any:
+    def forward(self, input_ids, attention_mask):
         Z = self.embedding(input_ids) * attention_mask[..., None]
         return SimpleNamespace(logits=self.head(Z.sum(1)))
 
@@ -141,7 +139,7 @@ class Tokens(Classifier):
 
 
 class Pairs(Tokens):
-    def inputs_and_target(self, batch: Any) -> Any:
+    def inputs_and_target(self, batch):
         ids, mask, y = batch
         return {"input_ids": ids, "attention_mask": mask}, y
 
@@ -155,7 +153,7 @@ def tokens(name: str, kind: Any = dict) -> DataLoader:
 
 
 @pytest.mark.parametrize("strategy", ["auto", "dp", "manual_allreduce"])
-def test_batches_that_are_dicts(strategy: str, make_trainer: Callable) -> None:
+def test_batches_that_are_dicts(strategy, make_trainer):
     """Their target has one of three names; a `BatchEncoding` is a UserDict."""
     pairs: Any = DataLoader(ROWS, 4)  # type: ignore[arg-type]
     loaders = [pairs, *map(tokens, ("labels", "label", "target")), tokens("labels", UserDict)]
@@ -174,7 +172,7 @@ def test_batches_that_are_dicts(strategy: str, make_trainer: Callable) -> None:
         torch.testing.assert_close(other, found[0], rtol=0, atol=0)
 
 
-def test_batches_that_are_refused(make_trainer: Callable) -> None:
+def test_batches_that_are_refused(make_trainer):
     rows: Any = DataLoader(ROWS)  # type: ignore[arg-type]
     images: Any = DataLoader([{"label": 0}])  # type: ignore[arg-type]
     for options, loader, told in (
@@ -194,8 +192,8 @@ def test_batches_that_are_refused(make_trainer: Callable) -> None:
 
 
 @pytest.fixture
-def rates(make_data: Callable, make_trainer: Callable) -> Callable[..., list[float]]:
-    def rates(num_epochs: int = 2, num_batches: int = 4, **options: Any) -> list[float]:
+def rates(make_data, make_trainer):
+    def rates(num_epochs=2, num_batches=4, **options):
         """The learning rates of every step."""
         model: Any = LeNet(lr=0.1, **options)
         found: list[float] = []
@@ -207,7 +205,7 @@ def rates(make_data: Callable, make_trainer: Callable) -> Callable[..., list[flo
     return rates
 
 
-def test_schedulers_step_every_epoch(rates: Callable) -> None:
+def test_schedulers_step_every_epoch(rates):
     assert rates() == [0.1] * 8
     halve = partial(StepLR, step_size=1, gamma=0.5)
     assert rates(lr_scheduler=halve) == [0.1] * 4 + [0.05] * 4
@@ -218,7 +216,7 @@ def test_schedulers_step_every_epoch(rates: Callable) -> None:
     assert rates(3, 1, lr_scheduler=plateau) == pytest.approx([0.1, 0.1, 0.01])
 
 
-def test_one_cycle_steps_every_batch_and_is_over_when_the_run_is(rates: Callable) -> None:
+def test_one_cycle_steps_every_batch_and_is_over_when_the_run_is(rates):
     """The package's own rises to the optimizer's rate: a sweep over `lr` compares other runs."""
     for scheduler, highest in ((partial(OneCycleLR, max_lr=0.4), 0.4), (OneCycle, 0.1)):
         found = rates(lr_scheduler=scheduler)
@@ -285,7 +283,7 @@ def test_what_a_subclass_must_not_return(options, said, make_data, make_trainer)
         make_trainer().fit(Own(**options), make_data())
 
 
-def test_mistakes_raise_a_value_error(make_data: Callable, make_trainer: Callable) -> None:
+def test_mistakes_raise_a_value_error(make_data, make_trainer):
     for kwargs, epochs, said in (
         ({"lr_scheduler": OneCycle}, -1, r"total_steps: for how long\? Set trainer\.max_epochs"),
         ({"lr": -1}, 1, r"model\.lr, .*Invalid learning rate: -1"),
@@ -296,16 +294,14 @@ def test_mistakes_raise_a_value_error(make_data: Callable, make_trainer: Callabl
             make_trainer(max_epochs=epochs).fit(LeNet(**kwargs), make_data())
 
 
-def test_the_optimizer_and_its_rate() -> None:
+def test_the_optimizer_and_its_rate():
     models = [LeNet(), ResNet18(), LeNet(lr=0.3), LeNet(optimizer=AdamW)]
     optimizers: list[Any] = [model.configure_optimizers() for model in models]
     assert [type(optimizer) for optimizer in optimizers] == [SGD, SGD, SGD, AdamW]
     assert [each.param_groups[0]["lr"] for each in optimizers] == [0.2, 0.1, 0.3, 0.001]
 
 
-def test_a_checkpoint_reloads_in_python(
-    make_data: Callable, make_trainer: Callable, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_checkpoint_reloads_in_python(make_data, make_trainer, monkeypatch, tmp_path):
     monkeypatch.setattr("sys.argv", ["fit"])
     optimizer = {"class_path": "torch.optim.AdamW", "init_args": {"lr": 0.01}}
     args = {"model": {"optimizer": optimizer, "num_classes": 12, "lr_scheduler": "OneCycle"}}
@@ -319,15 +315,13 @@ def test_a_checkpoint_reloads_in_python(
     torch.testing.assert_close(model.state_dict(), cli.model.state_dict(), rtol=0, atol=0)
 
 
-def test_a_channels_last_or_compiled_model_trains_the_same(
-    make_data: Callable, make_trainer: Callable, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_channels_last_or_compiled_model_trains_the_same(make_data, make_trainer, monkeypatch):
     graphs = []
     eager = partial(torch.compile, backend=lambda graph, _: graphs.append(graph) or graph.forward)
     monkeypatch.setattr(torch, "compile", eager)
     compiled_logits.cache_clear()
 
-    def train(**options: bool) -> dict[str, torch.Tensor]:
+    def train(**options):
         torch.manual_seed(0)
         model = LeNet(init="kaiming", **options)
         make_trainer(limit_train_batches=3).fit(model, make_data())
@@ -342,7 +336,7 @@ def test_a_channels_last_or_compiled_model_trains_the_same(
     compiled_logits.cache_clear()
 
 
-def test_resnet18_is_the_books() -> None:
+def test_resnet18_is_the_books():
     """That LeNet is, test_book.py shows: it trains as the chapter's functions do."""
     model, X, shapes = ResNet18(), torch.zeros(2, 1, 28, 28), []
     assert sum(p.numel() for p in model.parameters()) == 11_175_818
@@ -358,7 +352,7 @@ def test_resnet18_is_the_books() -> None:
 
 
 @pytest.mark.parametrize("model_class", [LeNet, ResNet18])
-def test_initial_weights(model_class: type) -> None:
+def test_initial_weights(model_class):
     """N(0, 0.01) as in the book, or of a size that keeps that of the activations."""
     torch.manual_seed(0)
     for layer in model_class().modules():

@@ -2,11 +2,9 @@
 
 import re
 import runpy
-from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,7 +14,7 @@ from tests.conftest import REPOSITORY
 
 
 @pytest.fixture(scope="module")
-def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def project(tmp_path_factory):
     target = tmp_path_factory.mktemp("projects") / "stars"
     cli.new_command([str(target)])
     return target
@@ -40,16 +38,14 @@ def test_its_files_have_its_name(project, main, tmp_path, capfd):
 
 
 @pytest.fixture
-def stars(
-    project: Path, main: Callable[..., int], monkeypatch: pytest.MonkeyPatch, capfd: Any
-) -> Callable[..., tuple[int, str]]:
+def stars(project, main, monkeypatch, capfd):
     """`python -m stars` in this process, in the project's directory; status and output."""
     monkeypatch.chdir(project)
     monkeypatch.syspath_prepend(project)
     monkeypatch.setenv("PYTHONPATH", f"{REPOSITORY}:{project}")
     import_module("stars")
 
-    def run(*args: str) -> tuple[int, str]:
+    def run(*args):
         capfd.readouterr()
         status = main(*args, package="stars")
         return status, "".join(capfd.readouterr())
@@ -74,7 +70,7 @@ if find_spec("lightning_mgpu.sweep"):  # which can be deleted
 FEW = ("--trainer.accelerator=cpu", "--trainer.devices=1", "--data.num_train=1000")
 
 
-def test_the_command_line_is_its_own(stars: Callable[..., tuple[int, str]]) -> None:
+def test_the_command_line_is_its_own(stars):
     for line, expected in SAYS.items():
         status, output = stars(*line.split())
         assert expected in output, line
@@ -82,9 +78,7 @@ def test_the_command_line_is_its_own(stars: Callable[..., tuple[int, str]]) -> N
 
 
 @pytest.mark.slow
-def test_it_trains_and_resumes(
-    project: Path, stars: Callable[..., tuple[int, str]], tmp_path: Path
-) -> None:
+def test_it_trains_and_resumes(project, stars, tmp_path):
     """Its own tests train it in a process of its own; all else runs in this one."""
     tests = runpy.run_path(str(project / "tests" / "test_stars.py"))
     tests["test_the_model_takes_images"]()
@@ -102,7 +96,7 @@ def test_it_trains_and_resumes(
 def test_it_sweeps(main, stars, monkeypatch):
     pytest.importorskip("lightning_mgpu.sweep")  # it can be deleted
 
-    def run_here(command: list[str], log: Any) -> int:
+    def run_here(command, log):
         assert command[1:3] == ["-m", "stars"]
         return main(*command[3:], package="stars")
 
@@ -119,7 +113,7 @@ REFUSED = {
 }
 
 
-def test_refused(main: Callable[..., int], tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
+def test_refused(main, tmp_path, capfd):
     (tmp_path / "there").mkdir()
     for name, reason in REFUSED.items():
         assert main("new", name) == 2
@@ -127,7 +121,7 @@ def test_refused(main: Callable[..., int], tmp_path: Path, capfd: pytest.Capture
     assert [path.name for path in tmp_path.iterdir()] == ["there"]
 
 
-def test_a_full_disk(main: Callable[..., int], tmp_path: Path, capsys: Any, full_disk: Any) -> None:
+def test_a_full_disk(main, tmp_path, capsys, full_disk):
     """No half of a project stays."""
     assert main("new", "deep/mine") == 2
     err = capsys.readouterr().err

@@ -4,9 +4,7 @@ import csv
 import errno
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +18,7 @@ from lightning_mgpu.tools import UsageError
 from tests.runs.conftest import last, metrics
 
 
-def test_a_runs_directory(run: Path) -> None:
+def test_a_runs_directory(run):
     """The model logs metrics of its own in validation: the best is still that of val_acc."""
     files = {"config.yaml", "run.json", "model.txt", "metrics.csv", "checkpoints"}
     pictures = {"curve.png", "predictions.png", "confusion.png"}
@@ -32,9 +30,7 @@ def test_a_runs_directory(run: Path) -> None:
     assert any(row.get("lr-SGD") for row in metrics(run))
 
 
-def test_the_best_is_tested_and_the_last_has_the_fingerprint(
-    fit: Callable[..., int], tmp_path: Path, capfd: Any, recwarn: pytest.WarningsRecorder
-) -> None:
+def test_the_best_is_tested_and_the_last_has_the_fingerprint(fit, tmp_path, capfd, recwarn):
     best_of = ("--checkpoint.monitor=val_f1", "--checkpoint.mode=max", "--run_dir=a")  # epoch 1's
     assert fit(*best_of) == 0
     out = capfd.readouterr().out.splitlines()
@@ -50,9 +46,7 @@ def test_the_best_is_tested_and_the_last_has_the_fingerprint(
     assert not [each for each in recwarn if "before the ``update`` method" in str(each.message)]
 
 
-def test_weights_set_when_training_ends_are_in_the_last(
-    fit: Callable[..., int], tmp_path: Path, capfd: Any
-) -> None:
+def test_weights_set_when_training_ends_are_in_the_last(fit, tmp_path, capfd):
     """The fingerprint is of weights that a checkpoint has, and the finished run has it again."""
     ema = ("--trainer.callbacks+=EMAWeightAveraging", "--trainer.strategy=manual_allreduce")
     assert fit("--trainer.max_epochs=2", "--run_dir=a", *ema) == 0
@@ -82,14 +76,7 @@ def test_weights_set_when_training_ends_are_in_the_last(
         ("--data.val_size=0", "testing the last epoch: no best one is kept: save_top_k=0, or"),
     ],
 )
-def test_which_checkpoint_is_the_best(
-    options: str,
-    told: str,
-    fit: Callable[..., int],
-    own: Path,
-    capfd: Any,
-    recwarn: pytest.WarningsRecorder,
-) -> None:
+def test_which_checkpoint_is_the_best(options, told, fit, own, capfd, recwarn):
     """It is tested, before and after a resume. The test set does not choose it."""
     assert fit("--trainer.max_epochs=2", *options.split(), "--run_dir=a") == 0
     out = capfd.readouterr().out
@@ -102,9 +89,7 @@ def test_which_checkpoint_is_the_best(
     assert f" {read_run_json(own / 'a')['end']['metrics']['seconds_per_epoch']:.1f} sec/ep" in out
 
 
-def test_evaluation_takes_a_checkpoint_alone(
-    run: Path, main: Callable, root: Path, capfd: Any
-) -> None:
+def test_evaluation_takes_a_checkpoint_alone(run, main, root, capfd):
     (best,) = Path("run/checkpoints").glob("epoch=*.ckpt")
     path = f"--ckpt_path={best}"
     where = (f"--data.root={root}", "--trainer.accelerator=cpu", "--trainer.devices=1")
@@ -127,9 +112,7 @@ def test_evaluation_takes_a_checkpoint_alone(
     assert "is in no run directory: give --config=FILE, or --model" in capfd.readouterr().err
 
 
-def test_weights_of_another_run_with_any_settings(
-    run: Path, fit: Callable[..., int], capfd: Any
-) -> None:
+def test_weights_of_another_run_with_any_settings(run, fit, capfd):
     """Also where the run is stopped in its first epoch; another model's are refused."""
     weights = last(run)["state_dict"]
     start = ("--weights=run/checkpoints/last.ckpt", "--model.lr=0", "--run_dir=tuned")
@@ -144,9 +127,7 @@ def test_weights_of_another_run_with_any_settings(
     assert not Path("other").exists()
 
 
-def test_weights_bring_their_model(
-    run: Path, main: Callable[..., int], root: Path, capfd: Any
-) -> None:
+def test_weights_bring_their_model(run, main, root, capfd):
     """A file behind the flag that says null, such as of `--print_config`, does not take it back."""
     saved, own = last(run)["state_dict"], run.parent
     config = (run / "config.yaml").read_text()
@@ -165,7 +146,7 @@ def test_weights_bring_their_model(
     assert "moved.ckpt is in no run directory" in capfd.readouterr().err
 
 
-def test_weights_from_elsewhere(run: Path, fit: Callable[..., int], own: Path, capfd: Any) -> None:
+def test_weights_from_elsewhere(run, fit, own, capfd):
     """A bare state_dict under other names, also in the old format; with a head of another size."""
     (own / "own_more.py").write_text(OWN)
     weights = last(run)["state_dict"]
@@ -193,9 +174,7 @@ def test_weights_from_elsewhere(run: Path, fit: Callable[..., int], own: Path, c
         assert told in capfd.readouterr().err
 
 
-def test_a_best_checkpoint_that_is_damaged_or_gone(
-    fit: Callable[..., int], own: Path, capfd: Any
-) -> None:
+def test_a_best_checkpoint_that_is_damaged_or_gone(fit, own, capfd):
     """Or is that of the run that this one was copied from."""
     assert fit("--run_dir=run", "--trainer.max_epochs=1") == 0
     run = own / "run"
@@ -248,20 +227,12 @@ def test_numpy_numbers_are_saved_as_pythons(tmp_path):
         ("--trainer.callbacks+=own_more.Numpy", 0, "could not be read again: it holds objects of"),
     ],
 )
-def test_weights_that_cannot_be_kept_are_told(
-    options: str,
-    code: int,
-    told: str,
-    fit: Callable[..., int],
-    own: Path,
-    capfd: Any,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_weights_that_cannot_be_kept_are_told(options, code, told, fit, own, capfd, monkeypatch):
     """A full disk, and NumPy arrays."""
     (own / "own_more.py").write_text(OWN)
     write = Path.write_bytes
 
-    def write_bytes(path: Path, content: Any) -> int:
+    def write_bytes(path, content):
         if code and path.suffix == ".ckpt":
             raise OSError(code, os.strerror(code), str(path))
         return write(path, content)
@@ -272,7 +243,7 @@ def test_weights_that_cannot_be_kept_are_told(
     assert told in err and err.count("\n") <= 2, err
 
 
-def test_what_is_best_must_be_known() -> None:
+def test_what_is_best_must_be_known():
     """A loss falls, an accuracy rises; between validations, their value is an old one."""
     assert BestCheckpoint("val_loss").mode == "min" and BestCheckpoint("val/acc").mode == "max"
     for name in ("val_f1", "val_acc_mae", "val_vaccine_error", "val_glossary_f1"):
@@ -282,7 +253,7 @@ def test_what_is_best_must_be_known() -> None:
         BestCheckpoint(every_n_train_steps=10)
 
 
-def test_the_value_in_the_table_is_that_of_the_best(fit: Callable[..., int], own: Path) -> None:
+def test_the_value_in_the_table_is_that_of_the_best(fit, own):
     """Which is the first of two validations in an epoch of 7 steps."""
     best_of = ("--checkpoint.monitor=val_step", "--checkpoint.mode=min")
     assert fit("--trainer.max_epochs=1", "--trainer.val_check_interval=0.5", *best_of) == 0

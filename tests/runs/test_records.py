@@ -1,9 +1,6 @@
 """The records of a run: run.json, metrics.csv, several loggers, its W&B run."""
 
 import json
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 from unittest.mock import MagicMock, call
 
 import pytest
@@ -17,7 +14,7 @@ from tests.runs.conftest import metrics
 ONE = "--trainer.max_epochs=1"
 
 
-def test_run_json(run: Path) -> None:
+def test_run_json(run):
     record = json.loads((run / "run.json").read_text())
     assert record["command"].startswith("python -m lightning_mgpu fit --model=own_run.Net ")
     assert record["options"]["data.batch_size"] == "64" and record["seed"] == 42
@@ -53,7 +50,7 @@ def test_a_logged_epoch_or_step_has_a_column_of_its_own(fit, tmp_path):
     assert metrics(tmp_path / "a") == metrics(tmp_path / "b")
 
 
-def test_loggers_add_to_each_other(fit: Callable[..., int], tmp_path: Path, capfd: Any) -> None:
+def test_loggers_add_to_each_other(fit, tmp_path, capfd):
     """Or none logs. No test is announced where none is made."""
     logger = ("--trainer.logger=CSVLogger", "--trainer.logger.save_dir=more")
     assert fit(ONE, *logger, "--run_dir=a") == 0
@@ -68,7 +65,7 @@ def test_loggers_add_to_each_other(fit: Callable[..., int], tmp_path: Path, capf
 
 
 @pytest.fixture
-def init(own: Path, monkeypatch: pytest.MonkeyPatch) -> MagicMock:
+def init(own, monkeypatch):
     """In the place of `wandb.init`."""
     run = MagicMock(offline=True, id="abc", dir=str(own / "run"), summary={})
     monkeypatch.setattr(wandb, "init", init := MagicMock(return_value=run))
@@ -76,7 +73,7 @@ def init(own: Path, monkeypatch: pytest.MonkeyPatch) -> MagicMock:
     return init
 
 
-def test_what_wandb_gets(fit: Callable[..., int], capfd: Any, init: MagicMock) -> None:
+def test_what_wandb_gets(fit, capfd, init):
     """Settings by their names on the command line, metrics, the learning rate."""
     run = init.return_value
     assert fit(ONE, "--wandb.mode=offline", "--wandb.project=fashion", "--run_dir=run") == 0
@@ -107,9 +104,7 @@ class Logs(LeNet):
 
 
 @pytest.mark.parametrize("mode", ["offline", "disabled"])
-def test_the_lines_of_everybodys_pages(
-    mode: str, fit: Callable[..., int], own: Path, init: MagicMock, capfd: Any
-) -> None:
+def test_the_lines_of_everybodys_pages(mode, fit, own, init, capfd):
     """`self.logger` is W&B's; where that is off they do nothing. All checkpoints are in the run.
 
     Those of a callback are apart, with a `last.ckpt` of their own.
@@ -130,9 +125,7 @@ def test_the_lines_of_everybodys_pages(
 
 
 @pytest.mark.slow
-def test_the_options_of_the_pages_with_two_processes(
-    command: Any, own: Path, capfd: Any, root: Path
-) -> None:
+def test_the_options_of_the_pages_with_two_processes(command, own, capfd, root):
     """Both have the same loggers, though only one has a W&B run."""
     (own / "own_logs.py").write_text(LOGS)
     few = [f"--trainer.limit_{stage}_batches=2" for stage in ("train", "val", "test")]
@@ -150,10 +143,10 @@ def test_the_options_of_the_pages_with_two_processes(
     assert out.count(" WandbLogger MetricsFile \n") == 2
 
 
-def test_where_wandb_records(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_where_wandb_records(monkeypatch, tmp_path):
     """Offline without a login or an answering server; off if it cannot start at all."""
 
-    def where(mode: Any = "auto") -> str:
+    def where(mode="auto"):
         logger, text = start_run(WandbOptions(mode), tmp_path, None, {})
         if logger is not None:
             logger.experiment.finish()

@@ -3,9 +3,7 @@
 import json
 import os
 import signal
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,9 +14,7 @@ from tests.runs.conftest import DATA, RUN, STRATEGIES, assert_same, equal, last,
 
 
 @pytest.mark.parametrize("strategy", ["one_device", "dp"])
-def test_stopped_three_times(
-    strategy: str, fit: Callable[..., int], tmp_path: Path, capfd: Any
-) -> None:
+def test_stopped_three_times(strategy, fit, tmp_path, capfd):
     """By three signals: in the first epoch, in a later one, and while `last.ckpt` is saved."""
     assert fit(*STRATEGIES[strategy], "--run_dir=whole") == 0
     capfd.readouterr()
@@ -49,18 +45,14 @@ def test_stopped_three_times(
         "--trainer.callbacks.unfreeze_backbone_at_epoch=1 --trainer.callbacks.train_bn=false",
     ],
 )
-def test_what_is_remembered_over_epochs(
-    options: str, fit: Callable[..., int], tmp_path: Path
-) -> None:
+def test_what_is_remembered_over_epochs(options, fit, tmp_path):
     assert fit(*options.split(), "--run_dir=whole") == 0
     assert fit(*options.split(), "--run_dir=stopped", stop="2,1") == 130
     assert fit("--resume=stopped") == 0
     assert_same(tmp_path / "whole", tmp_path / "stopped")
 
 
-def test_a_run_stopped_in_its_test_is_tested_again(
-    fit: Callable[..., int], main: Callable[..., int], tmp_path: Path, capfd: Any
-) -> None:
+def test_a_run_stopped_in_its_test_is_tested_again(fit, main, tmp_path, capfd):
     """With the same random numbers, and `test` has them too."""
     assert fit("--run_dir=whole") == 0
     assert fit("--run_dir=stopped", stop="test", number="SIGTERM") == 130
@@ -76,7 +68,7 @@ def test_a_run_stopped_in_its_test_is_tested_again(
 
 @pytest.mark.weekly  # each time under an exchange, and on two machines
 @pytest.mark.parametrize("strategy", ["one_device", "ddp", "manual"])
-def test_kill_9(strategy: str, command: Any, own: Path, tmp_path: Path) -> None:
+def test_kill_9(strategy, command, own, tmp_path):
     """It is followed by SIGTERM, which ends the processes that the first one has started."""
     few = [f"--trainer.limit_{stage}_batches=2" for stage in ("val", "test")]
     args = (*RUN, *DATA, "--data.source=synthetic", "--trainer.limit_train_batches=20", *few)
@@ -100,9 +92,7 @@ def test_kill_9(strategy: str, command: Any, own: Path, tmp_path: Path) -> None:
     assert_same(tmp_path / "whole", tmp_path / "stopped")
 
 
-def test_a_longer_run_under_another_strategy(
-    own: Path, fit: Callable[..., int], capfd: Any
-) -> None:
+def test_a_longer_run_under_another_strategy(own, fit, capfd):
     """Flags that only say how long and where are taken, and equal ones."""
     assert fit("--trainer.max_epochs=2", "--run_dir=run") == 0
     capfd.readouterr()
@@ -119,7 +109,7 @@ def test_a_longer_run_under_another_strategy(
     assert [bool(row["test_acc"]) for row in metrics(run)].count(True) == 1
 
 
-def test_the_newest_run(fit: Callable[..., int], tmp_path: Path, capfd: Any) -> None:
+def test_the_newest_run(fit, tmp_path, capfd):
     """The newest one that can be resumed. The newer ones are listed, with the reasons."""
     assert fit("--resume=last") == 2
     assert "--resume=last: no run in runs/ can be resumed" in capfd.readouterr().err
@@ -144,9 +134,7 @@ def test_the_newest_run(fit: Callable[..., int], tmp_path: Path, capfd: Any) -> 
 
 
 @pytest.mark.parametrize("where", ["sanity", "setup"])
-def test_a_run_that_has_not_begun_leaves_nothing(
-    where: str, fit: Callable[..., int], tmp_path: Path, capfd: Any
-) -> None:
+def test_a_run_that_has_not_begun_leaves_nothing(where, fit, tmp_path, capfd):
     """Where a kill has left a file that is not finished, `start again` is true as well."""
     (tmp_path / "a").mkdir()
     (others := tmp_path / "others.txt").write_text("trai")
@@ -164,9 +152,7 @@ def test_a_run_that_has_not_begun_leaves_nothing(
         "--model=own_run.Lambda --model.tag=a",
     ],
 )
-def test_what_no_yaml_says_by_itself(
-    options: str, fit: Callable[..., int], main: Callable[..., int], tmp_path: Path
-) -> None:
+def test_what_no_yaml_says_by_itself(options, fit, main, tmp_path):
     """Defaults that cannot be written count again."""
     assert fit(*options.split(), "--run_dir=a", "--trainer.max_epochs=2") == 0
     assert "Unable to serialize" not in (tmp_path / "a" / "config.yaml").read_text()
@@ -176,7 +162,7 @@ def test_what_no_yaml_says_by_itself(
     assert main("test", "--ckpt_path=a/checkpoints/last.ckpt", "--run_dir=c") == 0
 
 
-def test_lightnings_finders(fit: Callable[..., int], tmp_path: Path, capfd: Any) -> None:
+def test_lightnings_finders(fit, tmp_path, capfd):
     """The run is one with the rate found; its own steps are not the run's. It is not resumed."""
     finder = ("--trainer.callbacks+=LearningRateFinder", "--trainer.callbacks.attr_name=rate")
     search = (*finder, "--trainer.callbacks.num_training_steps=8", "--trainer.max_epochs=2")
@@ -203,9 +189,7 @@ def test_lightnings_finders(fit: Callable[..., int], tmp_path: Path, capfd: Any)
         ("--trainer.max_epochs=1", "--trainer.max_epochs=1: run has trained 2"),
     ],
 )
-def test_mistakes_leave_the_run_as_it_is(
-    options: str, told: str, run: Path, fit: Callable[..., int], capfd: Any
-) -> None:
+def test_mistakes_leave_the_run_as_it_is(options, told, run, fit, capfd):
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     assert fit("--resume=run", *options.split()) == 2
     err = capfd.readouterr().err
@@ -213,12 +197,10 @@ def test_mistakes_leave_the_run_as_it_is(
     assert all(path.read_bytes() == content for path, content in before.items())
 
 
-def test_a_damaged_run_is_refused(
-    run: Path, fit: Callable[..., int], capfd: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_damaged_run_is_refused(run, fit, capfd, monkeypatch):
     """A flipped bit, half a file, code in a file, another version, a lock."""
 
-    def refused(*args: str) -> str:
+    def refused(*args):
         assert fit("--resume=run", "--trainer.max_epochs=3", *args) == 2
         err = capfd.readouterr().err
         assert err.count("\n") <= 6, err
@@ -256,13 +238,11 @@ def test_a_damaged_run_is_refused(
 
 
 class Pwned:
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self):
         return print, ("code of a checkpoint runs",)
 
 
-def test_a_run_without_a_last_checkpoint_is_not_trained_again(
-    fit: Callable[..., int], tmp_path: Path, capfd: Any
-) -> None:
+def test_a_run_without_a_last_checkpoint_is_not_trained_again(fit, tmp_path, capfd):
     option = "--trainer.enable_checkpointing=false"
     assert fit(option, "--run_dir=a", stop="1,1") == 130
     assert "stopped; start again\n" in capfd.readouterr().out
@@ -300,9 +280,7 @@ def test_no_file_is_written_through_a_link(fit, run, own):
     assert all(path.read_bytes() == content for path, content in kept.items())
 
 
-def test_a_run_that_ends_within_an_epoch_goes_on_from_the_last_whole_one(
-    fit: Callable[..., int], tmp_path: Path
-) -> None:
+def test_a_run_that_ends_within_an_epoch_goes_on_from_the_last_whole_one(fit, tmp_path):
     assert fit("--trainer.max_steps=10", "--run_dir=a") == 0  # of 7 in an epoch
     names = {path.name for path in (tmp_path / "a" / "checkpoints").iterdir()}
     assert {"last.ckpt", "end.ckpt"} < names and last(tmp_path / "a")["global_step"] == 7
@@ -312,9 +290,7 @@ def test_a_run_that_ends_within_an_epoch_goes_on_from_the_last_whole_one(
     assert equal(last(tmp_path / "a")["state_dict"], last(tmp_path / "b")["state_dict"])
 
 
-def test_a_run_that_stopped_by_itself_is_finished(
-    fit: Callable[..., int], tmp_path: Path, capfd: Any
-) -> None:
+def test_a_run_that_stopped_by_itself_is_finished(fit, tmp_path, capfd):
     """It is tested again, and trains no further epoch, however many it is given."""
     early = ("--trainer.callbacks=EarlyStopping", "--trainer.callbacks.monitor=val_mine")
     assert fit("--trainer.max_epochs=9", *early, "--run_dir=a") == 0

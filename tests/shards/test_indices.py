@@ -1,6 +1,6 @@
 """Indices are cut, and not batches: what a batch is made of does not matter."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,31 +54,31 @@ class Graph:
 class Any8(Net):
     """Takes the batch in any of these shapes, without the padding."""
 
-    def loss(self, batch: Any) -> Tensor:
+    def loss(self, batch):
         X, y = (batch.X, batch.y) if isinstance(batch, Graph) else batch[:2]
         X = X.transpose(0, 1) if X.ndim == 3 else X
         X = X.reshape(len(y), -1)[:, :8]
         return F.cross_entropy(self.net(X), y)
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         return {"loss": self.loss(batch), "weight": self.count(batch)}
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
+    def validation_step(self, batch, batch_idx):
         self.log("val_loss", self.loss(batch), batch_size=self.count(batch))
 
-    def count(self, batch: Any) -> int:
+    def count(self, batch):
         return len(batch.y if isinstance(batch, Graph) else batch[1])
 
 
 class Counted(Any8):
     """Its loss has no weight."""
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         return self.loss(batch)
 
 
 class Infinite(Sampler[int]):
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self):
         while True:
             yield from torch.randperm(57).tolist()
 
@@ -86,10 +86,10 @@ class Infinite(Sampler[int]):
 class Draws(Dataset):
     """What it draws is a sample's noise."""
 
-    def __len__(self) -> int:
+    def __len__(self):
         return 57
 
-    def __getitem__(self, index: int) -> Sample:
+    def __getitem__(self, index):
         X, y = samples()[index]
         return X + torch.rand(8, dtype=X.dtype), y
 
@@ -97,7 +97,7 @@ class Draws(Dataset):
 class Views(Net):
     """Two loaders over one dataset that draws, for example for contrastive learning."""
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         assert not torch.equal(batch["a"][0], batch["b"][0])
         return self.loss(batch["a"]) + 2 * self.loss(batch["b"])
 
@@ -109,11 +109,11 @@ class Distinct(Net):
         super().__init__()
         self.seen: list[Tensor] = []
 
-    def loss(self, batch: Any) -> Tensor:
+    def loss(self, batch):
         self.seen += batch[0]
         return super().loss(batch)
 
-    def on_train_end(self) -> None:
+    def on_train_end(self):
         assert len(torch.stack(self.seen).unique(dim=0)) == len(self.seen)
 
 
@@ -134,7 +134,7 @@ def padded_by_batch_loader(trainer: Any) -> DataLoader:
 
 
 class Means(Net):
-    def test_step(self, batch: Any, batch_idx: int) -> None:
+    def test_step(self, batch, batch_idx):
         self.log("mean", batch[0].mean())
 
 
@@ -200,17 +200,17 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_any_batch_is_that_of_one_device(name: str, in_two_processes: Callable) -> None:
+def test_any_batch_is_that_of_one_device(name, in_two_processes):
     check(__name__, name, in_two_processes)
 
 
-def test_two_loaders_draw_other_numbers(in_two_processes: Callable) -> None:
+def test_two_loaders_draw_other_numbers(in_two_processes):
     data = {name: DataLoader(Draws(), 10) for name in "ab"}
     for found in in_two_processes(fit, Views, data):
         assert not isinstance(found, str), found
 
 
-def test_an_evaluation_draws_other_numbers_each_time(in_two_processes: Callable) -> None:
+def test_an_evaluation_draws_other_numbers_each_time(in_two_processes):
     expected = evaluate_twice()
     assert expected[0] != expected[1]
     for found in in_two_processes(evaluate_twice):

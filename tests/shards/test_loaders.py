@@ -1,7 +1,7 @@
 """Each process gets its part of every global batch, whatever the loader is."""
 
 import csv
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -27,14 +27,14 @@ class StartsApart(Net):
         torch.manual_seed(rank())
         super().__init__()
 
-    def on_train_start(self) -> None:
+    def on_train_start(self):
         torch.rand(rank() + 1)
 
 
 class Several(Net):
     """Batches of two loaders, of which one may have ended."""
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         second = self.loss(batch["b"]) if batch["b"] is not None else 0.0
         return self.loss(batch["a"]) + 2 * second
 
@@ -42,10 +42,10 @@ class Several(Net):
 class Doubles(Net):
     """In the hooks that move a batch, in their order."""
 
-    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+    def on_before_batch_transfer(self, batch, dataloader_idx):
         return [2 * batch[0], batch[1]]
 
-    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+    def on_after_batch_transfer(self, batch, dataloader_idx):
         return [batch[0] + 1, batch[1]]
 
 
@@ -54,7 +54,7 @@ class AsksInSetup(Net):
         super().__init__()
         torch.rand(rank() + 1)
 
-    def setup(self, stage: str) -> None:
+    def setup(self, stage):
         assert self.trainer.estimated_stepping_batches == 24
 
 
@@ -63,23 +63,23 @@ class FindsRate(Net):
 
     lr = 0.1
 
-    def configure_callbacks(self) -> Any:
+    def configure_callbacks(self):
         return LearningRateFinder(num_training_steps=20, early_stop_threshold=None)
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), self.lr)
 
-    def teardown(self, stage: str) -> None:
+    def teardown(self, stage):
         assert self.lr != 0.1
 
 
 class Balanced(Sampler[list[int]]):
     """Batches that are drawn one by one."""
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def __iter__(self):
         return (torch.randperm(57)[:10].tolist() for _ in range(len(self)))
 
-    def __len__(self) -> int:
+    def __len__(self):
         return 6
 
 
@@ -115,10 +115,10 @@ def of_two_sizes() -> CombinedLoader:
 class Damaged(Dataset):
     """Every fifth sample cannot be read."""
 
-    def __len__(self) -> int:
+    def __len__(self):
         return 57
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index):
         return None if index % 5 == 2 else samples()[index]
 
 
@@ -137,7 +137,7 @@ class WeightedValidated(Weighted, Validated):
 class Filters(Validated):
     """A hook that leaves out rows."""
 
-    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+    def on_after_batch_transfer(self, batch, dataloader_idx):
         is_used = batch[0][:, 0] > -0.5
         return [part[is_used] for part in batch]
 
@@ -215,7 +215,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_batches_are_those_of_one_device(name: str, in_two_processes: Callable) -> None:
+def test_batches_are_those_of_one_device(name, in_two_processes):
     """Or there is one line that tells why not."""
     check(__name__, name, in_two_processes)
 
@@ -233,9 +233,7 @@ in_batches = partial(batch_loader, trainer=None)
 @pytest.mark.parametrize(
     ("make", "size"), [(DataLoader, 1), (DataLoader, 10), (DataLoader, 28), (in_batches, 10)]
 )
-def test_predictions_know_their_samples(
-    make: Any, size: int, in_two_processes: Callable, tmp_path: Path
-) -> None:
+def test_predictions_know_their_samples(make, size, in_two_processes, tmp_path):
     first, second = in_two_processes(predict, make, size, tmp_path)
     assert first == second > 0
     _, *rows = csv.reader((tmp_path / "predictions.csv").open())

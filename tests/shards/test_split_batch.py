@@ -26,7 +26,7 @@ def split_batch(batch: Any, k: int) -> list[Any]:
 
 
 @given(st.integers(0, 200), st.integers(1, 20))
-def test_shards_are_those_of_tensor_split(more: int, k: int) -> None:
+def test_shards_are_those_of_tensor_split(more, k):
     num = k + more
     rows = torch.arange(num)
     expected = rows.tensor_split(k)
@@ -34,7 +34,7 @@ def test_shards_are_those_of_tensor_split(more: int, k: int) -> None:
     assert all(map(torch.equal, split_batch(rows, k), expected))
 
 
-def test_shares_are_rounded_to_the_nearest_sizes() -> None:
+def test_shares_are_rounded_to_the_nearest_sizes():
     assert shard_sizes(10, [0.7, 0.3]) == [7, 3]
     assert shard_sizes(9, [3, 1]) == [7, 2]
     for num, shares in ((10, [0.01, 0.99]), (2, [1, 1, 1])):
@@ -59,7 +59,7 @@ CUT: dict[str, tuple[Any, Any]] = {  # with ten samples: what the last three are
 
 
 @pytest.mark.parametrize("name", CUT)
-def test_cut(name: str) -> None:
+def test_cut(name):
     batch, expected = CUT[name]
     assert num_samples(batch) == 10
     shard = cut(batch, [7, 3])[1]
@@ -77,7 +77,7 @@ def plain(part: Any) -> Any:
     return [plain(item) for item in part] if isinstance(part, (list, tuple)) else part
 
 
-def test_shards_are_views_that_count_their_own_edits() -> None:
+def test_shards_are_views_that_count_their_own_edits():
     """A step may edit its shard in place after another has saved its own for the backward pass."""
     w = torch.ones(2, requires_grad=True)
     first, second = split_batch(X.clone(), 2)
@@ -88,14 +88,14 @@ def test_shards_are_views_that_count_their_own_edits() -> None:
     assert split_batch(X, 2)[1].data_ptr() == X[5:].data_ptr()
 
 
-def test_tensors_of_other_classes_stay_what_they_are() -> None:
+def test_tensors_of_other_classes_stay_what_they_are():
     boxes = BoundingBoxes(torch.ones(10, 4), format="XYXY", canvas_size=(4, 4))
     shard = split_batch(boxes, 2)[1]
     assert type(shard) is BoundingBoxes and shard.format == boxes.format and len(shard) == 5
 
 
 class Opaque:
-    def to(self, device: Any) -> "Opaque":
+    def to(self, device):
         return self
 
 
@@ -116,13 +116,13 @@ BAD: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_what_cannot_be_split_is_refused(name: str) -> None:
+def test_what_cannot_be_split_is_refused(name):
     batch, said = BAD[name]
     with pytest.raises(ValueError, match=re.escape(said)):
         split_batch(batch, 2)
 
 
-def test_a_checksum_is_of_numbers_and_text() -> None:
+def test_a_checksum_is_of_numbers_and_text():
     for one, other in (("a", "b"), (1, 2), (np.array(["a"]), np.array(["b"])), (X, X + 1)):
         assert checksum([X, {"a": [one]}]) != checksum([X, {"a": [other]}])
         array = np.array([one], dtype=object)
@@ -130,7 +130,7 @@ def test_a_checksum_is_of_numbers_and_text() -> None:
     assert checksum([X, Opaque()]) == checksum([X, Opaque()])
 
 
-def test_a_checksum_does_not_depend_on_addresses() -> None:
+def test_a_checksum_does_not_depend_on_addresses():
     """Strings in arrays of objects are other objects in each process; sparse tensors have none."""
     one, other = (np.array(["a" * n, Opaque()], dtype=object) for n in (3, 3))
     assert checksum(one) == checksum(other) != checksum(other[:1])

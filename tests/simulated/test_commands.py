@@ -1,8 +1,5 @@
 """Every subcommand that starts no processes, on simulated devices."""
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 
 LIMITS = [f"--trainer.limit_{stage}_batches=2" for stage in ("train", "val", "test", "predict")]
@@ -12,17 +9,17 @@ DP = ("--trainer.devices=2", "--trainer.strategy=dp", "--trainer.max_epochs=1")
 
 
 @pytest.fixture
-def on_sim(main: Callable[..., int], capfd: Any) -> Callable[..., str]:
+def on_sim(main, capfd):
     """Run a command line; returns what it prints."""
 
-    def run(*args: str) -> str:
+    def run(*args):
         assert main(*args) == 0
         return str(capfd.readouterr().out)
 
     return run
 
 
-def test_fit_and_all_that_goes_on_from_its_checkpoint(on_sim: Callable[..., str]) -> None:
+def test_fit_and_all_that_goes_on_from_its_checkpoint(on_sim):
     out = on_sim("fit", *SHORT, *DP, "--run_dir=run")
     assert "epoch 1/1" in out and "sim" in out
     for name in ("validate", "test", "predict"):

@@ -15,7 +15,7 @@ DP = pytest.param(HERE.parent / "strategies" / "test_dp.py", marks=pytest.mark.w
 @pytest.mark.timeout(520)
 @pytest.mark.parametrize("path", [HERE, DP])
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++ to build the simulated devices")
-def test_on_simulated_devices(path: Path) -> None:
+def test_on_simulated_devices(path):
     """In a process of its own: torch takes one such backend, and keeps it."""
     options = ["-q", "-p", "no:cacheprovider", "-p", "tests.simulated.devices", "-W", "ignore"]
     line = [sys.executable, "-m", "pytest", *options, "--tb=short", str(path)]

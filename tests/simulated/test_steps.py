@@ -6,12 +6,10 @@ The Trainer's own data are not pinned, a wait that is left out: `batch_loader` p
 import gc
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from torch.optim import AdamW
 from torch.utils.data import DataLoader, TensorDataset
@@ -32,16 +30,14 @@ ENGINES = pytest.mark.parametrize("engine", ["auto", "dp", "manual_allreduce"])
 
 
 @pytest.fixture
-def steps(
-    make_trainer: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., Any]:
+def steps(make_trainer, monkeypatch):
     """The waits of an epoch's second and third step of four, and the copies of the model moved."""
 
-    def run(module: Any, engine: str, data: Any = None, **kwargs: Any) -> tuple[Any, float]:
+    def run(module, engine, data=None, **kwargs):
         advance, size = _TrainingEpochLoop.advance, sum(p.nbytes for p in module.parameters())
         images = TensorDataset(torch.rand(16, 1, 28, 28), torch.arange(16) % 10)
 
-        def watch(self: Any, fetcher: Any) -> None:
+        def watch(self, fetcher):
             seen.is_on = self.batch_progress.current.ready in (1, 2)
             advance(self, fetcher)
             seen.is_on = False
@@ -73,7 +69,7 @@ PLAIN: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
 
 @ENGINES
 @pytest.mark.parametrize("name", PLAIN)
-def test_a_step_waits_for_no_device(steps: Callable[..., Any], name: str, engine: str) -> None:
+def test_a_step_waits_for_no_device(steps, name, engine):
     """A GradScaler waits once. `dp` sends the model there, gradients back: twice its size."""
     make, kwargs = PLAIN[name]
     waits, moved = steps(make(), engine, **kwargs)
@@ -83,16 +79,14 @@ def test_a_step_waits_for_no_device(steps: Callable[..., Any], name: str, engine
 
 @ENGINES
 @pytest.mark.parametrize("resident", [False, True], ids=["pinned", "resident"])
-def test_data_of_this_package_wait_for_no_device(
-    steps: Callable[..., Any], root: Path, resident: bool, engine: str
-) -> None:
+def test_data_of_this_package_wait_for_no_device(steps, root, resident, engine):
     """Batches from pinned memory, or made on the device; a fused optimizer, too."""
     settings = {"device_resident": resident, "augment": True, "normalize": True}
     data = FashionMNIST(root=str(root), batch_size=4, val_size=101, **settings)
     assert not steps(adamw(fused=True), engine, data, limit_train_batches=4)[0]
 
 
-def test_nothing_stays_on_the_other_device(steps: Callable[..., Any]) -> None:
+def test_nothing_stays_on_the_other_device(steps):
     """The copies go when the step ends, not when Python's collector runs."""
     gc.collect()
     gc.disable()
