@@ -10,12 +10,16 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from itertools import count
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
 
+from lightning_mgpu.allreduce import ring_allreduce
+from lightning_mgpu.allreduce.plan import Execution
 from tests.strategies.conftest import (
     IN_MEMORY,
     Net,
@@ -100,6 +104,27 @@ def test_a_process_that_fails_ends_all(name, sends):
     expected = ENDS[name][1]
     for found, said in zip(run_in_processes(len(expected), fit_one, name, sends), expected):
         assert found == said or (said in found and "\n" not in found), found
+
+
+def fit_ring(superstep: int) -> Any:
+    """Process 1 is killed in a superstep of its second update of four parameters."""
+    advance, calls = Execution.advance, count()
+
+    def advance_or_die(run: Any, number: int, *parts: Any) -> Any:
+        if rank() == 1 and number == superstep and next(calls) == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return advance(run, number, *parts)
+
+    strategy = make_strategy(SECONDS, allreduce=ring_allreduce, as_written=True)
+    with mock.patch.object(Execution, "advance", advance_or_die):
+        return attempt(fit, strategy=strategy)
+
+
+@pytest.mark.parametrize("superstep", [0, 1, 3])
+def test_a_process_killed_within_a_ring(superstep):
+    first, killed, last = run_in_processes(3, fit_ring, superstep)
+    assert killed == -signal.SIGKILL
+    assert all(ENDED in each and "\n" not in each for each in (first, last)), (first, last)
 
 
 def save_at_an_exception(path: str) -> Any:
