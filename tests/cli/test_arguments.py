@@ -132,7 +132,7 @@ def test_help_does_not_wait_for_torch(command):
 @pytest.mark.parametrize("module", ["no_such_directory.cli", "no_such_file"])
 def test_what_was_deleted_is_not_offered(module, monkeypatch):
     monkeypatch.setitem(cli_help.TOOLS, "gone", f"lightning_mgpu.{module}:command")
-    assert {"fit", "runs", "benchmark"} <= {*subcommands()} and "gone" not in subcommands()
+    assert {"fit", "runs"} <= {*subcommands()} and "gone" not in subcommands()
 
 
 def test_a_limit_of_one_batch_is_told():
