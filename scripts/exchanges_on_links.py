@@ -34,7 +34,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as lo
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power_sgd
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
-from lightning_mgpu.network import links
+from lightning_mgpu.lab.network import links
 
 BATCH, EVERY = 128, 16  # images of each machine; steps between exchanges of weights
 NUM_STEPS = 33 + 3 * EVERY  # the first 32 are a warm-up, and times are differences

@@ -17,9 +17,9 @@ from exchanges_on_links import FEW_STEPS, make_parser, network_line, run_network
 
 from lightning_mgpu import allreduce, models
 from lightning_mgpu.allreduce.record import record
-from lightning_mgpu.network.clock import WARM_UP
-from lightning_mgpu.routes.as_written import WrittenBucket
-from lightning_mgpu.routes.buckets import Bucket, group_parameters
+from lightning_mgpu.distributed.comm.as_written import WrittenBucket
+from lightning_mgpu.distributed.comm.buckets import Bucket, group_parameters
+from lightning_mgpu.lab.network.clock import WARM_UP
 from lightning_mgpu.strategies.manual_allreduce import BUCKET_CAP_MB
 
 STRATEGY = "--trainer.strategy=manual_allreduce"

@@ -1,6 +1,6 @@
 """The trained weights are the same bits for the same number of replicas, however they talk.
 
-Also after a machine is lost. tests/network has emulated machines.
+Also after a machine is lost. tests/lab/network has emulated machines.
 """
 
 import hashlib

@@ -27,9 +27,9 @@ SHORTER = {
 @pytest.mark.parametrize("shorter", [SHORTER, pytest.param({}, marks=pytest.mark.weekly)])
 def test_every_cell_runs(shorter, tmp_path, monkeypatch):
     """Each time with fewer steps and devices than on the page, and weekly as it is."""
-    pytest.importorskip("lightning_mgpu.drawing")
+    pytest.importorskip("lightning_mgpu.lab.tracing")
     pytest.importorskip("lightning_mgpu.book")
-    pytest.importorskip("lightning_mgpu.network")
+    pytest.importorskip("lightning_mgpu.lab.network")
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
     for name in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "TMPDIR"):
         monkeypatch.setenv(name, str(tmp_path))

@@ -15,7 +15,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lightning_mgpu.cli.help import OPTIONS
-from lightning_mgpu.processes import ProcessEnded
+from lightning_mgpu.distributed.processes import ProcessEnded
 from lightning_mgpu.tools import UsageError, did_you_mean, last_part, printable
 
 TRACEBACK_FLAG = "--traceback"

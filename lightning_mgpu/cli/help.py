@@ -1,7 +1,6 @@
 """The subcommands, and `--help`: the options people use first, on one screen, without a parser."""
 
-import re
-from importlib.util import find_spec
+from pathlib import Path
 
 from lightning_mgpu import __version__
 from lightning_mgpu.tools import command
@@ -9,11 +8,11 @@ from lightning_mgpu.tools import command
 TRAINER_SUBCOMMANDS = ("fit", "validate", "test", "predict")  # the LightningCLI's
 TOOLS = {  # the functions that the others call with their arguments
     "sweep": "lightning_mgpu.sweep:sweep_command",
-    "benchmark": "lightning_mgpu.benchmark:benchmark_command",
+    "benchmark": "lightning_mgpu.lab.benchmark:benchmark_command",
     "runs": "lightning_mgpu.cli.list_runs:runs_command",
     "new": "lightning_mgpu.new_project.cli:new_command",
-    "allreduce": "lightning_mgpu.drawing.cli:allreduce_command",
-    "network": "lightning_mgpu.network.cli:network_command",
+    "allreduce": "lightning_mgpu.lab.tracing.cli:allreduce_command",
+    "network": "lightning_mgpu.lab.network.cli:network_command",
 }
 OPTIONS = {
     "--config FILE": "settings from a YAML file, here or in configs/; later files and flags win",
@@ -48,9 +47,10 @@ subcommands: {subcommands}; SUBCOMMAND --help shows the options of one
 
 def subcommands() -> tuple[str, ...]:
     """Subcommands whose file or directory of the package has not been deleted."""
-    parts = {name: re.match(r"\w+\.\w+", path) for name, path in TOOLS.items()}
-    tools = [name for name, part in parts.items() if part and find_spec(part[0])]
-    return (*TRAINER_SUBCOMMANDS, *tools)
+    package = Path(__file__).parents[1]
+    modules = {name: path.partition(":")[0].split(".")[1:] for name, path in TOOLS.items()}
+    files = {name: package.joinpath(*parts).with_suffix(".py") for name, parts in modules.items()}
+    return (*TRAINER_SUBCOMMANDS, *(name for name, file in files.items() if file.exists()))
 
 
 def short_help(args: list[str]) -> str | None:

@@ -29,7 +29,7 @@ from lightning_mgpu.cli.help import OPTIONS
 from lightning_mgpu.cli.options import PATHS, Options, read_options
 from lightning_mgpu.cli.yaml_files import dump_config
 from lightning_mgpu.devices import devices
-from lightning_mgpu.processes import ProcessEnded
+from lightning_mgpu.distributed.processes import ProcessEnded
 from lightning_mgpu.runs import checkpoints
 from lightning_mgpu.runs.directory import MODEL, RUN_DIR_ENV, flatten, name_run_dir
 from lightning_mgpu.runs.metrics import NoLogger, summarize

@@ -1,7 +1,7 @@
 """The batch contract: the same global batches in the same order, by any strategy on any devices.
 
 The order depends only on the seed and the epoch. A global batch is cut into k shards, one per
-replica, and every process reads the shard of its replica (`lightning_mgpu.shards`).
+replica, and every process reads the shard of its replica (`lightning_mgpu.distributed.sharding`).
 
     def train_dataloader(self):  # of your LightningDataModule
         return batch_loader(self.train_set, self.batch_size, self.trainer, shuffle=True)
@@ -18,8 +18,13 @@ from torch import Tensor
 from torch.utils import data
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
+from lightning_mgpu.distributed.sharding.reader import (
+    ShardKeys,
+    ShardReader,
+    cut_indices,
+    take_batch,
+)
 from lightning_mgpu.seeds import new_generator
-from lightning_mgpu.shards.reader import ShardKeys, ShardReader, cut_indices, take_batch
 
 
 class GlobalBatchSampler(data.DistributedSampler):

@@ -9,8 +9,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from lightning_mgpu.distributed.sharding.reader import BatchDataset
 from lightning_mgpu.seeds import new_generator
-from lightning_mgpu.shards.reader import BatchDataset
 
 
 @dataclass(eq=False)

@@ -23,12 +23,12 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveragi
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
+from lightning_mgpu.distributed.comm.buckets import Gradients
+from lightning_mgpu.distributed.processes.consistency import INVARIANTS, crc_of
+from lightning_mgpu.distributed.sharding.checksum import checksum
 from lightning_mgpu.exchanges.check import path_of
 from lightning_mgpu.exchanges.route import exact
 from lightning_mgpu.exchanges.strategy import ExchangeStrategy
-from lightning_mgpu.processes.consistency import INVARIANTS, crc_of
-from lightning_mgpu.routes.buckets import Gradients
-from lightning_mgpu.shards.checksum import checksum
 from lightning_mgpu.strategies.manual_allreduce import name_of
 
 # torch 2.14 has made it public

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_mgpu.routes.schedules import Message
-from lightning_mgpu.shards.checksum import checksum, to_bytes
+from lightning_mgpu.distributed.comm.schedules import Message
+from lightning_mgpu.distributed.sharding.checksum import checksum, to_bytes
 
 Exchange = Generator[Any, Any, Any]
 

@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.optim import LBFGS
 
 from lightning_mgpu.allreduce import textbook_allreduce
+from lightning_mgpu.distributed.comm.buckets import Bucket, Gradients
+from lightning_mgpu.distributed.comm.schedules import MessageSchedule
 from lightning_mgpu.exchanges.check import SHAPES, check_exchange, path_of
 from lightning_mgpu.exchanges.route import Plan, State, exact, run_exchanges
-from lightning_mgpu.routes.buckets import Bucket, Gradients
-from lightning_mgpu.routes.schedules import MessageSchedule
 from lightning_mgpu.strategies import ManualAllreduceStrategy
 from lightning_mgpu.strategies.manual_allreduce import name_of
 from lightning_mgpu.tools import EXCHANGE, LAST

@@ -2,7 +2,7 @@
 
 A batch under `manual_allreduce`, in every process (a replica is a process):
 
- 1. ShardReader              reads this replica's shard of the global batch  shards/reader.py
+ 1. ShardReader              reads this replica's shard of the global batch  sharding/reader.py
  2. batch_to_device          moves the shard                                 processes/strategy.py
  3. training_step            the user's step                                 manual_allreduce.py
  4.   window.make_loss       weights the loss by the shard's share           window.py
@@ -10,9 +10,9 @@ A batch under `manual_allreduce`, in every process (a replica is a process):
  6.   window.run_backward    beside those of earlier batches                 window.py
  7.   exchange_gradients     from here to 12, in the last batch of a window  manual_allreduce.py
  8.   GradientSync.reduce    one control message: do all processes agree?    gradient_sync.py
- 9.   BucketReducer          sends buckets, during the backward pass         routes/reducer.py
-10.   sum_gathered           gathers a bucket, and calls the allreduce       routes/schedules.py
-11.   Transport              carries the messages                            routes/transport.py
+ 9.   BucketReducer          sends buckets, during the backward pass         comm/reducer.py
+10.   sum_gathered           gathers a bucket, and calls the allreduce       comm/schedules.py
+11.   Transport              carries the messages                            comm/transport.py
 12.   set_sums               sums become the gradients of parameters         manual_allreduce.py
 13. compare_weights          before a checkpoint: are all replicas equal?    processes/strategy.py
 

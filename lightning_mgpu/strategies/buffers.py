@@ -7,7 +7,7 @@ any other buffer the first replica's value is kept.
 import torch
 from torch import Tensor, nn
 
-from lightning_mgpu.shards.checksum import to_bytes
+from lightning_mgpu.distributed.sharding.checksum import to_bytes
 
 AVERAGED = ("running_mean", "running_var")
 STATISTICS = (*AVERAGED, "num_batches_tracked")

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn.utils.stateless import _reparametrize_module
 from torchmetrics import Metric
 
-from lightning_mgpu.shards.checksum import checksum
-from lightning_mgpu.shards.split_batch import cut, num_samples, shard_sizes
+from lightning_mgpu.distributed.sharding.checksum import checksum
+from lightning_mgpu.distributed.sharding.split_batch import cut, num_samples, shard_sizes
 from lightning_mgpu.strategies.buffers import STATISTICS
 from lightning_mgpu.strategies.loss import split_loss
 

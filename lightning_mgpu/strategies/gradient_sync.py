@@ -11,13 +11,13 @@ import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
-from lightning_mgpu.processes.consistency import ConsistencyCheck, crc_of
-from lightning_mgpu.processes.ends import drop_group
-from lightning_mgpu.processes.meeting import Meeting
-from lightning_mgpu.routes.buckets import Bucket, Gradients
-from lightning_mgpu.routes.reducer import BucketReducer, SyncBucket
-from lightning_mgpu.routes.schedules import all_gather_bytes
-from lightning_mgpu.routes.transport import Transport
+from lightning_mgpu.distributed.comm.buckets import Bucket, Gradients
+from lightning_mgpu.distributed.comm.reducer import BucketReducer, SyncBucket
+from lightning_mgpu.distributed.comm.schedules import all_gather_bytes
+from lightning_mgpu.distributed.comm.transport import Transport
+from lightning_mgpu.distributed.processes.consistency import ConsistencyCheck, crc_of
+from lightning_mgpu.distributed.processes.ends import drop_group
+from lightning_mgpu.distributed.processes.meeting import Meeting
 from lightning_mgpu.strategies.buffers import read_buffers, write_buffers
 
 BUFFERS, CONTROL = "buffers", "control message"  # keys of their schedules

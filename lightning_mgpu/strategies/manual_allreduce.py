@@ -26,13 +26,13 @@ from torch.optim import LBFGS
 from lightning_mgpu.allreduce import check_allreduce, counts_to_check, textbook_allreduce
 from lightning_mgpu.allreduce.plan import Plan
 from lightning_mgpu.allreduce.record import record
-from lightning_mgpu.processes import ProcessPerDeviceStrategy
-from lightning_mgpu.processes.consistency import crc_of
-from lightning_mgpu.routes.as_written import WrittenBucket
-from lightning_mgpu.routes.buckets import Bucket, Gradients
-from lightning_mgpu.routes.schedules import MessageSchedule, sum_gathered
+from lightning_mgpu.distributed.comm.as_written import WrittenBucket
+from lightning_mgpu.distributed.comm.buckets import Bucket, Gradients
+from lightning_mgpu.distributed.comm.schedules import MessageSchedule, sum_gathered
+from lightning_mgpu.distributed.processes import ProcessPerDeviceStrategy
+from lightning_mgpu.distributed.processes.consistency import crc_of
+from lightning_mgpu.distributed.sharding.loader import share_of_batch
 from lightning_mgpu.seeds import seed_generators
-from lightning_mgpu.shards.loader import share_of_batch
 from lightning_mgpu.strategies.gradient_sync import GradientSync
 from lightning_mgpu.strategies.loss import scale_gradient
 from lightning_mgpu.strategies.sync_batchnorm import CPUSyncBatchNorm

@@ -17,7 +17,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from lightning_mgpu.routes.buckets import Gradients
+from lightning_mgpu.distributed.comm.buckets import Gradients
 from lightning_mgpu.strategies.loss import scale_gradient, split_loss
 
 

@@ -14,7 +14,7 @@ from lightning_mgpu.allreduce import textbook_allreduce
 from lightning_mgpu.cli.errors import one_line_errors
 from lightning_mgpu.cli.main import main as command_line
 from lightning_mgpu.cli.training_cli import TrainingCLI
-from lightning_mgpu.processes import ProcessEnded
+from lightning_mgpu.distributed.processes import ProcessEnded
 from lightning_mgpu.runs.directory import read_run_json
 from lightning_mgpu.tools import UsageError
 

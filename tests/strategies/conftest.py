@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_mgpu.processes.meeting import Meeting
+from lightning_mgpu.distributed.processes.meeting import Meeting
 from lightning_mgpu.strategies import ManualAllreduceStrategy, manual_allreduce
 
 IN_MEMORY = "BY_MESSAGES" not in os.environ

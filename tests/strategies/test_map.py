@@ -14,5 +14,5 @@ assert len(STOPS) == 13
 
 @pytest.mark.parametrize(("name", "file"), STOPS)
 def test_stops_are_where_the_map_says(name, file):
-    path = PACKAGE / (file if "/" in file else f"strategies/{file}")
+    path = PACKAGE / ("distributed" if "/" in file else "strategies") / file
     assert re.search(rf"(def|class) {name.rpartition('.')[2]}\b", path.read_text())

@@ -1,0 +1,1 @@
+"""What strategies build on: sharding, processes, and communication."""

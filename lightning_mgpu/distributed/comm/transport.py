@@ -1,0 +1,105 @@
+"""The transport: carries the messages of several schedules side by side, first in, first out."""
+
+from collections import deque
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_mgpu.distributed.comm.schedules import Message, MessageSchedule
+from lightning_mgpu.distributed.processes.meeting import Meeting
+
+# torch 2.14 has renamed it
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class Transport:
+    """Sends first messages when schedules start, and the others after a control message.
+
+    A process group pairs messages by the order in which they are sent. So schedules continue in
+    the order in which they started, which has to be the same in all processes, and never in the
+    order in which messages arrive.
+
+    Args:
+        meeting: Exchanges control messages.
+        group: For messages: gloo's between CPUs, NCCL's between GPUs. None: one process.
+        device_type: Of the tensors. Autocast, which a step may be in, does not apply to schedules.
+    """
+
+    def __init__(self, meeting: Meeting, group: Any, device_type: str = "cpu") -> None:
+        self.meeting, self.group = meeting, group
+        has_autocast = torch.amp.is_autocast_available(device_type)
+        full_precision = partial(torch.autocast, device_type, enabled=False)
+        self._no_autocast: Callable[[], Any] = full_precision if has_autocast else nullcontext
+        self._in_flight: deque[tuple[Any, MessageSchedule, int, Callable[[], Any]]] = deque()
+        self._waiting: list[tuple[Any, MessageSchedule]] = []
+        self._results: dict[Any, Any] = {}
+        self.memory: dict[Any, Tensor] = {}  # of received bytes: new one in every step is slower
+
+    def start(self, key: Any, schedule: MessageSchedule, waits: bool = False) -> None:
+        """Send a schedule's first message, or let it wait for `finish`. Its result gets the key."""
+        if waits:
+            self._waiting.append((key, schedule))
+        else:
+            self._advance(key, schedule, 0, None)
+
+    def finish(self) -> dict[Any, Any]:
+        """After a control message: run all schedules to their end.
+
+        Returns the results of the schedules, by key.
+        """
+        waiting, self._waiting = self._waiting, []
+        for key, schedule in waiting:
+            self._advance(key, schedule, 0, None)
+        while self._in_flight:
+            key, schedule, number, receive = self._in_flight.popleft()
+            self._advance(key, schedule, number + 1, receive())
+        results, self._results = self._results, {}
+        return results
+
+    def _advance(self, key: Any, schedule: MessageSchedule, number: int, received: Any) -> None:
+        try:
+            with self._no_autocast():
+                message = schedule.send(received)
+        except StopIteration as end:
+            self._results[key] = end.value
+            return
+        self._in_flight.append((key, schedule, number, self._send((key, number), message)))
+
+    def _send(self, key: Any, message: Message | None) -> Callable[[], Any]:
+        """Returns a function that waits for the bytes of all processes."""
+        if message is None:
+            is_first = key[1] == 0  # a control message comes before `finish`
+            return (lambda: None) if is_first else self._meet
+        if self.meeting.waits_for_nobody:
+            return lambda: message.sent.repeat(self.meeting.size)
+        return self._post(key, message)
+
+    def _meet(self) -> None:
+        self.meeting.gather(np.zeros(1, np.uint8), "sums")
+
+    def _post(self, key: Any, message: Message) -> Callable[[], Tensor]:
+        sent, lengths, sizes = message
+        received = self.memory.get(key)
+        if received is None or len(received) != sum(sizes):
+            received = self.memory[key] = sent.new_empty(sum(sizes))
+        options: Any = {"group": self.group, "async_op": True}
+        with self.meeting.naming_others():
+            if lengths is None and self.meeting.size == 2:
+                work = all_gather(received, sent, **options)
+            else:  # gloo's all_gather is a ring, with P - 1 round trips
+                sent = sent.repeat(self.meeting.size) if lengths is None else sent
+                lengths = [*sizes] if lengths is None else [*lengths]
+                work = dist.all_to_all_single(received, sent, [*sizes], lengths, **options)
+        wait = partial(self.meeting.wait_for, self.meeting.watch(work), sent.is_cpu)
+
+        def receive() -> Tensor:
+            wait()
+            return received
+
+        return receive

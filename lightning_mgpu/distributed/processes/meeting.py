@@ -1,0 +1,196 @@
+"""Meetings: every process brings a row of bytes, and gets the rows of all.
+
+The processes of one machine meet in memory that all have mapped, GPUs or not. Others send a message
+to each other. Either way a row goes in a cell of a fixed size, after its purpose and its length, so
+that processes at different places of a program are told apart before they wait for each other.
+"""
+
+import os
+import pickle
+import secrets
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import _profiler_enabled
+from torch.profiler import record_function
+
+from lightning_mgpu.distributed.processes.ends import CAUSES, ENDED, ProcessEnded, wait
+
+MOMENT = timedelta(milliseconds=20)
+ROW = 1024  # bytes; what does not fit follows in a message
+PLACE = ("count", "length", "purpose")  # of a program, by which processes are compared
+CELL = np.dtype(
+    [("count", np.int64), ("length", np.int64), ("purpose", "S24"), ("row", np.uint8, ROW)]
+)
+SLOT = np.dtype([("count", np.int64), ("cell", CELL)])  # of mapped memory
+
+
+class Meeting:
+    """Where the processes of a Trainer meet, and wait for each other.
+
+    Args:
+        rank: The number of this process.
+        size: The number of processes.
+        group: A gloo group of all processes. One process needs none.
+        timeout: Seconds after which a process that waits gives up.
+        trainer: Knows whether SIGTERM has come, and whether an exception is on its way.
+    """
+
+    cells: "Cells | None" = None  # in one machine
+    count = 0  # of control messages: a failed fit's message is not one of the next fit
+    seconds_in_wait = cpu_seconds_in_wait = 0.0  # of the thread that waits for other processes
+    spans: list[tuple[str, float, float]] | None = None  # kind, begin, end; None: not recorded
+
+    def __init__(self, rank: int, size: int, group: Any, timeout: float, trainer: Any) -> None:
+        self.rank, self.size, self.group, self.timeout = rank, size, group, timeout
+        self.trainer = trainer
+
+    @property
+    def waits_for_nobody(self) -> bool:
+        """Whether there is no other process, or an exception is on its way, which shall be seen."""
+        return self.size == 1 or self.trainer.interrupted
+
+    @contextmanager
+    def span(self, kind: str) -> Iterator[None]:
+        """A span that profilers show, and `network` draws, by the name of its kind."""
+        begin = time.monotonic()
+        with record_function(kind) if _profiler_enabled() else nullcontext():
+            yield
+        if self.spans is not None:
+            self.spans.append((kind, begin, time.monotonic()))
+
+    def watch(self, work: Any) -> Any:
+        """Record when a message that leaves now has come, if spans are recorded. Returns it."""
+        if self.spans is not None:
+            spans, begin = self.spans, time.monotonic()
+            note = lambda _: spans.append(("message", begin, time.monotonic()))  # noqa: E731
+            work.get_future().add_done_callback(note)
+        return work
+
+    def gather(self, row: np.ndarray, purpose: str) -> np.ndarray:
+        """The rows (n,) of all processes: (P, n).
+
+        Raises:
+            ProcessEnded: If another process brings a row for another purpose, or has ended.
+        """
+        sent = np.ascontiguousarray(row).reshape(-1).view(np.uint8)
+        if self.waits_for_nobody:
+            return np.tile(sent, (self.size, 1)).view(row.dtype)
+        cell, self.count = np.zeros(1, CELL), self.count + 1
+        cell["count"], cell["length"], cell["purpose"] = self.count, len(sent), purpose.encode()
+        cell["row"][0, : len(sent)] = sent[:ROW]
+        cells = (self.cells.gather(cell) if self.cells else self._send_to_all(cell))[:, 0]
+        if any((cells[field] != cell[field]).any() for field in PLACE):
+            places = [f"process {i}: {each.decode()}" for i, each in enumerate(cells["purpose"])]
+            where = ", ".join(places)
+            raise ProcessEnded(f"the processes are at different places ({where}). {CAUSES}.")
+        rows = cells["row"][:, : len(sent)]
+        if len(sent) > ROW:
+            rows = np.concatenate([rows, self._send_to_all(sent[ROW:])], axis=1)
+        return np.ascontiguousarray(rows).view(row.dtype)
+
+    def gather_objects(self, item: Any, purpose: str) -> list[Any]:
+        """The items of all processes, which can be pickled."""
+        row = np.frombuffer(pickle.dumps(item), np.uint8)
+        lengths = self.gather(np.array([len(row)]), purpose)[:, 0].tolist()
+        rows = self.gather(np.resize(row, max(lengths)), purpose)
+        return [pickle.loads(each[:length]) for each, length in zip(rows, lengths)]
+
+    def _send_to_all(self, row: np.ndarray) -> np.ndarray:
+        """Rows of equal length, by a message: all at once, not around a ring."""
+        sent = torch.from_numpy(np.tile(row.view(np.uint8), self.size))
+        received = torch.empty_like(sent)
+        work = dist.all_to_all_single(received, sent, group=self.group, async_op=True)
+        self.wait_for(self.watch(work))
+        return received.numpy().view(row.dtype).reshape(self.size, -1)
+
+    def wait_for(self, work: Any, is_on_host: bool = True) -> None:
+        """Wait for a message on its way, in Python; for one between GPUs, let the device wait."""
+        others = [each for each in range(self.size) if each != self.rank]
+        if is_on_host:
+
+            def block(has_begun: bool) -> None:
+                # in C++, so that other processes get this core; a signal is seen within 20 ms
+                with suppress(RuntimeError):  # of the timeout; others are raised below
+                    work.wait(MOMENT)
+
+            with self.span("waiting"):
+                wait(self, lambda: () if work.is_completed() else others, block)
+        with self.naming_others():
+            work.wait()
+
+    @contextmanager
+    def naming_others(self) -> Iterator[None]:
+        """Errors of sending and receiving are those of a process that has ended."""
+        try:
+            yield
+        except RuntimeError as error:
+            others = [each for each in range(self.size) if each != self.rank]
+            who = f"process {others[0]}" if len(others) == 1 else "another process"
+            raise ProcessEnded(f"{who} {ENDED}") from error
+
+    def map_memory(self, num_bytes: int) -> Tensor | None:
+        """Zeros that all processes have mapped, (num_bytes,), or None if one of them cannot.
+
+        The memory has no name that could be left behind, and does not count as `/dev/shm`.
+        """
+        memory, place, token = None, np.zeros(3, np.int64), secrets.randbits(60)
+        if self.rank == 0:
+            with suppress(OSError, AttributeError):  # too large, or not on Linux
+                file = os.memfd_create(f"lightning_mgpu.{token}")
+                os.posix_fallocate(file, 0, num_bytes)
+                place[:] = os.getpid(), file, token
+        place = self.gather(place, "shared memory")[0]
+        path = f"/proc/{place[0]}/fd/{place[1]}"
+        # on another machine, or in another container, the path is another file or none
+        with suppress(OSError, RuntimeError):
+            if os.readlink(path) == f"/memfd:lightning_mgpu.{place[2]} (deleted)":
+                memory = torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8)
+        is_mapped = self.gather(np.array([memory is not None]), "mapped memory")
+        if self.rank == 0 and place[1]:
+            os.close(place[1])
+        return memory if is_mapped.all() else None
+
+    def use_memory(self) -> None:
+        """Meet in memory that all have mapped, if that is possible, from now on."""
+        memory = self.map_memory(2 * self.size * SLOT.itemsize)
+        self.cells = None if memory is None else Cells(self, memory)
+
+
+class Cells:
+    """The cells of all processes in mapped memory, each beside a count of the meetings.
+
+    There are two sets, used in turn, because another process may still read those of the last
+    meeting.
+    """
+
+    def __init__(self, meeting: Meeting, memory: Tensor) -> None:
+        self.slots = memory.numpy().view(SLOT).reshape(2, meeting.size, 1)
+        self.meeting, self.count = meeting, 0
+        process_ids = meeting.gather(np.array([os.getpid()]), "process ids")
+        self.process_ids = process_ids[:, 0].tolist()
+        self.has_cores = len(os.sched_getaffinity(0)) >= meeting.size
+
+    def gather(self, cell: np.ndarray) -> np.ndarray:
+        self.count += 1
+        now, rank = self.count, self.meeting.rank
+        slots = self.slots[now % 2]
+        counts, cells = slots["count"], slots["cell"]
+        cells[rank] = cell
+        os.sched_yield()  # a fence: others see the cell before the count
+        counts[rank] = now
+        with self.meeting.span("waiting"):
+            wait(self.meeting, lambda: np.flatnonzero(counts < now).tolist(), self._pause)
+        os.sched_yield()
+        return cells
+
+    def _pause(self, has_begun: bool) -> None:
+        """Spin briefly, if each process has a core. Later another program may use it."""
+        os.sched_yield() if self.has_cores and has_begun else time.sleep(5e-5)

@@ -1,0 +1,354 @@
+"""A process per device, as under `ddp`, and what several need to train as one.
+
+Launching, ranks and collectives are DDPStrategy's. There is no DDP wrapper.
+"""
+
+import os
+import random
+import signal
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from itertools import count
+from types import MethodType
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.data import _auto_add_worker_init_fn
+from lightning.fabric.utilities.distributed import _suggested_max_num_threads
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.plugins.environments import LightningEnvironment
+from lightning.pytorch.strategies import DDPStrategy, Strategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from lightning_mgpu.distributed.processes.consistency import (
+    DIVERGED,
+    INVARIANTS,
+    ConsistencyCheck,
+    crc_of,
+)
+from lightning_mgpu.distributed.processes.ends import (
+    MAIN_PROCESS,
+    SHARES_CORES,
+    ProcessEnded,
+    end_with_main_process,
+    handle_signals,
+    host_group,
+)
+from lightning_mgpu.distributed.processes.evaluation import ExactLogging
+from lightning_mgpu.distributed.processes.meeting import Meeting
+from lightning_mgpu.distributed.sharding.checksum import checksum
+from lightning_mgpu.distributed.sharding.generators import Generators
+from lightning_mgpu.distributed.sharding.loader import ShardLoader
+from lightning_mgpu.distributed.sharding.reader import Shard
+
+
+class ProcessPerDeviceStrategy(DDPStrategy):
+    """Processes with identical weights, each of which trains on its shard of every global batch.
+
+    A replica is a process: `replicas=k` starts k processes, which share the devices evenly.
+    """
+
+    replicas: int | None = None  # None: one per device
+    invariants = INVARIANTS
+    why_weights_differ = (
+        "an edit that depends on the rank, a value logged without sync_dist=True, or "
+        "`loss.backward()` instead of `self.manual_backward(loss)`"
+    )
+    meeting: Any = None  # a `Meeting`, once all processes are there
+    loader_batch: Any = None  # as the running loop received it, with `Shard` objects in it
+    shards: Sequence[Any] = ()  # the `Shard` of each loader that has not ended
+    kept: Generators | None = None  # of outside, where a step or an evaluation draws for itself
+    _optimized: frozenset[Tensor] = frozenset()  # parameters in all optimizers
+
+    @property
+    def module(self) -> Any:
+        return self.lightning_module
+
+    @property
+    def world_size(self) -> int:
+        """k, the number of processes, replicas and shards of a global batch."""
+        return self.num_nodes * self.num_processes
+
+    num_replicas = world_size
+
+    @property
+    def is_single_process(self) -> bool:
+        return self.world_size == 1
+
+    @property
+    def parallel_devices(self) -> list[torch.device] | None:
+        """A device per process of this machine: `devices`, each repeated for its replicas."""
+        num = 1
+        if self.devices and self.replicas:
+            num = max(self.replicas // (self.num_nodes * len(self.devices)), 1)
+        return self.devices and [device for device in self.devices for _ in range(num)]
+
+    @parallel_devices.setter
+    def parallel_devices(self, devices: list[torch.device] | None) -> None:
+        self.devices = devices
+
+    @property
+    def is_child(self) -> bool:
+        """Whether the first process has started this one, and not torchrun or SLURM."""
+        return self.local_rank > 0 and isinstance(self.cluster_environment, LightningEnvironment)
+
+    @property
+    def is_one_machine(self) -> bool:
+        """Whether several processes may share memory."""
+        return self.num_nodes == 1 and not self.is_single_process
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.numbers_of_passes = count()  # over loaders
+        self._logging = ExactLogging()
+
+    def _configure_launcher(self) -> None:
+        self._check_replicas()
+        if self.is_single_process:
+            return  # without a launcher and a process group
+        if "OMP_NUM_THREADS" not in os.environ or SHARES_CORES in os.environ:
+            # Lightning would divide the cores of this machine by its own processes: another number,
+            # and so different sums, after a machine is lost
+            threads = _suggested_max_num_threads(self.world_size)
+            os.environ["OMP_NUM_THREADS"] = str(threads)
+            torch.set_num_threads(threads)
+        super()._configure_launcher()
+        if not self.is_child:
+            os.environ[MAIN_PROCESS] = str(os.getpid())
+
+    def _check_replicas(self) -> None:
+        k, environment = self.replicas, self.cluster_environment
+        assert environment is not None
+        is_launched = environment.creates_processes_externally
+        if k and is_launched and not isinstance(environment, LightningEnvironment):
+            num = environment.world_size()
+            if num != k:
+                how = f"--nproc-per-node={max(k // self.num_nodes, 1)}"
+                raise MisconfigurationException(
+                    f"replicas={k}: start {k} processes ({how}), not {num}."
+                )
+        if k and k != self.world_size:
+            num = self.num_nodes * len(self.devices or ())
+            raise MisconfigurationException(f"replicas={k} must be a multiple of {num} devices.")
+        devices = self.parallel_devices or []
+        if len({*devices}) < len(devices) and devices[0].type == "cuda":
+            raise MisconfigurationException(
+                f"{len(devices)} replicas on {len({*devices})} GPUs: NCCL supports one process per "
+                "GPU. Use as many replicas as GPUs, or --trainer.accelerator=cpu."
+            )
+
+    def setup_environment(self) -> None:
+        running = dist.get_world_size() if dist.is_initialized() else super().world_size
+        if running != self.world_size:
+            raise MisconfigurationException(
+                f"This Trainer wants {self.world_size} of {running} processes, which would train "
+                "apart: give all Trainers of a script as many devices as have been launched."
+            )
+        # `process_dataloader` gives each process its part, also in a `setup` that asks for loaders
+        self.module.trainer._accelerator_connector.use_distributed_sampler = False
+        super().setup_environment()
+
+    def setup_distributed(self) -> None:
+        group = None
+        if not self.is_single_process:
+            if self.is_child:
+                end_with_main_process()
+            with isolate_rng():  # Lightning seeds the generators again
+                self._join_processes()
+            group = host_group(dist.group.WORLD, self._timeout)
+        seconds = self._timeout.total_seconds()  # type: ignore[union-attr]
+        args = group, seconds, self.module.trainer
+        self.meeting = Meeting(self.global_rank, self.world_size, *args)
+        self.consistency = ConsistencyCheck(self.global_rank, self.invariants)
+        self.sync_generators()
+
+    def _join_processes(self) -> None:
+        try:
+            super().setup_distributed()
+        except dist.DistNetworkError as error:
+            where = {name: os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT")}
+            raise ProcessEnded(
+                f"no connection to the first process at {where}: is a variable of an earlier job "
+                "still set, or has that process ended?"
+            ) from error
+
+    def setup(self, trainer: Trainer) -> None:
+        handle_signals(trainer)
+        self.kept = None  # an evaluation may have failed
+        hook: Any = MethodType(_on_before_batch_transfer, self.module)
+        self.module._on_before_batch_transfer = hook
+        if self.is_one_machine:
+            self.meeting.use_memory()
+        Strategy.setup(self, trainer)
+        self._optimized = frozenset()
+        self.check_optimized_parameters()
+        if self._start_method == "fork":  # Python seeds `random` again in a child
+            random.seed(torch.initial_seed())
+        self.sync_generators()
+
+    def check_optimized_parameters(self) -> None:
+        """Raise a MisconfigurationException if a parameter would be updated, but not synchronized.
+
+        It looks at new ones only: a layer that was replaced stays in its optimizer.
+        """
+        groups = [group["params"] for each in self.optimizers for group in each.param_groups]
+        optimized = frozenset(p for group in groups for p in group)
+        if optimized == self._optimized or self.is_single_process:
+            return
+        before, self._optimized = self._optimized, optimized
+        if not optimized - before <= {*self.module.parameters()}:
+            raise MisconfigurationException(
+                "An optimizer has a parameter that is not a parameter of the module: assign its "
+                "layer to an attribute, or put it into a ModuleList."
+            )
+
+    def sync_generators(self) -> None:
+        """Samplers and hooks draw the same numbers in all processes from here on."""
+        _set_rng_states(self.broadcast(_collect_rng_states(include_cuda=False)))
+
+    def on_train_start(self) -> None:  # after those of the module and of callbacks
+        self.sync_generators()
+
+    def on_validation_start(self) -> None:
+        """Processes draw other numbers in it: as many as they have samples to evaluate."""
+        if self.module.trainer.state.fn == TrainerFn.FITTING:
+            self.kept = Generators(self.root_device.type == "cuda")
+
+    def on_validation_end(self) -> None:
+        if self.kept is not None:
+            self.kept.put_back()
+        self.kept = None
+
+    def draw_for_loader(self) -> Any:
+        """A context for what the loaders of a loop draw, which moves the generators of outside."""
+        return nullcontext() if self.kept is None else self.kept.used()
+
+    def _setup_model(self, model: nn.Module) -> Any:
+        """The first process's weights and buffers become those of all."""
+        tensors = () if self.is_single_process else (*model.parameters(), *model.buffers())
+        for tensor in tensors:
+            tensor.data.copy_(self.broadcast(tensor.data.cpu()))
+        return model
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        if self.meeting is not None:
+            self.meeting.gather(np.zeros(1, np.uint8), "barrier")
+
+    def batch_to_device(self, batch: Any, device: Any = None, dataloader_idx: int = 0) -> Any:
+        """Takes each `Shard` of a loop's batch, and hands on what is in it."""
+        found = find_shards(batch)
+        if not found:  # another caller's, for example of `to_onnx`
+            return super().batch_to_device(batch, device, dataloader_idx)
+        self.loader_batch, self.shards = batch, found
+        batch = tree_map_only(Shard, lambda each: each.batch, batch)
+        batch = self.precision_plugin.convert_input(batch)
+        with self.random_numbers("transfer"):
+            batch = LightningModule._on_before_batch_transfer(self.module, batch, dataloader_idx)
+            return super().batch_to_device(batch, device, dataloader_idx)
+
+    def random_numbers(self, purpose: str) -> Any:
+        """A context for what the step, or the hooks that move a batch, draw."""
+        return nullcontext()
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        if isinstance(dataloader, ShardLoader):  # of an earlier fit, in a CombinedLoader
+            dataloader = dataloader.loader
+        _auto_add_worker_init_fn(dataloader, 0)  # workers seeded alike in all processes
+        return ShardLoader(dataloader, self)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate(super().validation_step, *args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate(super().test_step, *args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate(super().predict_step, *args, **kwargs)
+
+    def _evaluate(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Each number that the step logs becomes that of all samples."""
+        if self.is_single_process:
+            return step(*args, **kwargs)
+        results: Any = self.module.trainer._results
+        self._logging.before_step(results, self.shards, args[0])
+        output = step(*args, **kwargs)
+        names = self._logging.after_step(results, self.shards)
+        row = self.consistency.pack({"names": crc_of(names), **self.batch_invariants()})
+        self.consistency.verify(self.meeting.gather(row, "an evaluation's step"), names)
+        return output
+
+    def batch_invariants(self) -> dict[str, int]:
+        """Numbers of the running batch that must be identical in all processes."""
+        numbers = Counter[str]()
+        for shard in self.shards:
+            numbers.update(shard.facts)
+        return numbers
+
+    def compare_weights(self) -> None:
+        """Raise a RuntimeError if processes hold different weights or buffers."""
+        if self.is_single_process:
+            return
+        tensors = dict([*self.module.named_parameters(), *self.module.named_buffers()])
+        digests = self.meeting.gather(np.array([*map(checksum, tensors.values())]), "weights")
+        for process, i in np.argwhere(digests != digests[0]).tolist():
+            raise RuntimeError(
+                f"{DIVERGED}: {[*tensors][i]} of process {process} differs from process 0, because "
+                f"of {self.why_weights_differ}."
+            )
+
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        self.compare_weights()
+        super().save_checkpoint(*args, **kwargs)
+
+    def on_train_end(self) -> None:
+        self.compare_weights()
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """As DDPStrategy's, with exact means of integers: Lightning's counts of samples."""
+        is_integer = isinstance(tensor, Tensor) and not tensor.is_floating_point()
+        if is_integer and reduce_op in ("mean", "avg"):
+            tensor = tensor.double()
+        return super().reduce(tensor, group, reduce_op)
+
+    def all_gather(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """As DDPStrategy's, which would abort Python if the shapes differ."""
+        shape = crc_of((tensor.dtype, tensor.shape))
+        if np.ptp(self.meeting.gather(np.array([shape]), "all_gather")):
+            raise RuntimeError(
+                f"all_gather of tensors of different shapes, here {tuple(tensor.shape)}: parts of "
+                "a data set differ in size. Take a torchmetrics object, for example CatMetric."
+            )
+        return super().all_gather(tensor, *args, **kwargs)
+
+    def teardown(self) -> None:
+        if self.meeting is None and not self.is_single_process:
+            # it has only started ("fork") the others
+            self.launcher.kill(signal.SIGKILL)  # type: ignore[union-attr]
+        self.barrier()  # the main process does not leave a worker that still works
+        if self.is_child:
+            end_with_main_process(False)
+        if self.module is not None:
+            vars(self.module).pop("_on_before_batch_transfer", None)
+        self.loader_batch, self.shards = None, ()
+        if self.meeting is not None:
+            self.meeting.cells = None  # memory that a garbage collector would keep
+        super().teardown()
+
+
+def _on_before_batch_transfer(self: Any, batch: Any, dataloader_idx: int = 0) -> Any:
+    """Lightning's, but for a loop's batch: `batch_to_device` calls the hook."""
+    if find_shards(batch):
+        return batch
+    return LightningModule._on_before_batch_transfer(self, batch, dataloader_idx)
+
+
+def find_shards(batch: Any) -> list[Any]:
+    return [each for each in tree_leaves(batch) if isinstance(each, Shard)]

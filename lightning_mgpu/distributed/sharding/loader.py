@@ -1,0 +1,272 @@
+"""Each process gets its shard of every global batch, from any loader.
+
+Where a loader is torch's own and knows the indices of its batches, the indices are cut, and a
+process reads only its shard. Any other loader is read whole by every process.
+"""
+
+import copy
+import sys
+from collections.abc import Iterator
+from typing import Any
+from zlib import crc32
+
+import torch
+from lightning.fabric.utilities.data import sized_len
+from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
+from torch.utils._pytree import tree_flatten
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, default_convert
+
+from lightning_mgpu.distributed.sharding.checksum import checksum
+from lightning_mgpu.distributed.sharding.generators import Generators
+from lightning_mgpu.distributed.sharding.reader import (
+    Probe,
+    Shard,
+    ShardKeys,
+    ShardReader,
+    cut_indices,
+)
+from lightning_mgpu.distributed.sharding.split_batch import cut, num_samples, shard_sizes
+
+
+class ShardLoader:
+    """A loader of this process's shards. Other attributes are those of the user's loader.
+
+    A loop gets each as a `Shard`, and anybody else the batch that is inside. In an evaluation,
+    small batches are joined until every process has a sample.
+
+    Args:
+        loader: The user's.
+        strategy: Knows the processes, the Trainer whose loops read this loader, and what they draw.
+    """
+
+    loader: Any = None  # while a copy is made
+
+    def __init__(self, loader: Any, strategy: Any) -> None:
+        trainer, k, rank = strategy.module.trainer, strategy.world_size, strategy.global_rank
+        own: dict[str, Any] = {"trainer": trainer, "trains": trainer.training, "strategy": strategy}
+        own |= {"num_shards": k, "rank": rank, "probe": None, "looks": None}
+        if hasattr(loader, "state_dict"):  # Lightning looks among an instance's attributes
+            own |= {name: getattr(loader, name) for name in ("state_dict", "load_state_dict")}
+        if makes_whole_batches(loader):  # from here, writers of predictions get indices
+            own["batch_sampler"] = record = _IndexBatchSamplerWrapper(loader.sampler)
+            record.seen_batch_indices = []
+        vars(self).update(own, loader=loader, reading=loader)
+        vars(self).update(sampler_of_shards=ShardSampler(self))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.reading if name == "_iterator" else self.loader, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Lightning shuts down the workers of an `_iterator`: that of the copy which reads
+        setattr(self.reading if name == "_iterator" else self.loader, name, value)
+
+    def __len__(self) -> int:
+        """At most: a small last batch may be joined to the one before it."""
+        size = getattr(self.loader, "batch_size", None)
+        is_joined = size and knows_indices(self.loader) and self.joins()
+        num_joined = -(-self.num_shards // size) if is_joined else 1
+        return max(len(self.loader) // num_joined, 1)
+
+    def _find_combined(self) -> Any:
+        """The CombinedLoader of the loop that reads this one."""
+        loop = self.trainer.fit_loop if self.trains else self.trainer._active_loop
+        return getattr(loop, "_combined_loader", None)
+
+    def joins(self) -> bool:
+        """Whether small batches are joined: in an evaluation, of one loader after the other."""
+        is_sequential = getattr(self._find_combined(), "_mode", None) == "sequential"
+        return is_sequential and self.num_shards > 1 and not self.trains
+
+    def __iter__(self) -> Iterator[Any]:
+        combined = self._find_combined()
+        loaders = getattr(combined, "flattened", [])
+        number = loaders.index(self) if self in loaders else None
+        # others look at some batches, perhaps in one process only: no global generator moves
+        is_look = number is None or not starts_from(loaders)
+        if is_look and self.looks is None:
+            vars(self).update(looks=Generators())
+        guard = self.looks.used if is_look else self.strategy.draw_for_loader
+        # two loaders over one dataset, and all passes over one loader, draw other numbers
+        where = [self.trainer.fit_loop.total_batch_idx, number]
+        is_fitting = self.trainer.state.fn == "fit"
+        where += [] if is_look or is_fitting else [next(self.strategy.numbers_of_passes)]
+        with guard():
+            seed = crc32(torch.get_rng_state().numpy().data, crc32(repr(where).encode()))
+            if not knows_indices(self.loader):
+                return self._hand_on(self._read_whole(iter(self.loader)), seed, guard, is_look)
+            reading = self.reading  # its workers may live on
+            if is_look or reading is self.loader or reading._iterator is None:
+                reading = self._copy()
+            if not is_look:
+                vars(self).update(reading=reading)
+            self.sampler_of_shards.seed = seed
+            return self._hand_on(iter(reading), seed, guard, is_look)
+
+    def _copy(self) -> Any:
+        """A copy of the user's loader, as it is now, that reads shards."""
+        loader, reader = copy.copy(self.loader), self.loader.dataset
+        if not isinstance(reader, ShardReader):
+            reader = ShardReader(reader, loader.collate_fn)
+        name = "sampler" if makes_whole_batches(loader) else "batch_sampler"
+        # `vars`, as DataLoader does not let one set these; `default_convert` leaves a `Shard` alone
+        vars(loader).update({"dataset": reader, name: self.sampler_of_shards, "_iterator": None})
+        vars(loader).update({"collate_fn": default_convert, "in_order": True})
+        return loader
+
+    def _read_whole(self, batches: Iterator[Any]) -> Iterator[Shard]:
+        k, rank, loader = self.num_shards, self.rank, self.loader
+        is_map = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
+        if k > 1 and is_map and loader.batch_sampler is None:
+            raise ValueError(
+                "DataLoader(batch_size=None) does not tell samples from batches: give it a "
+                "batch_size or a batch_sampler, or let an IterableDataset yield batches."
+            )
+        sampler, most = getattr(loader, "batch_sampler", None), getattr(loader, "batch_size", None)
+        for number, batch in enumerate(batches):
+            num = num_samples(batch) if k > 1 else 1
+            seen = getattr(sampler, "seen_batch_indices", None)
+            keys = cut_indices(seen[number] if seen else [*range(num)], k, rank, number)
+            if k == 1:
+                yield Shard(batch, keys)
+                continue
+            if num > (most or num):
+                raise ValueError(f"{num} samples in a batch of {most}: collate it to tensors.")
+            part = cut(batch, shard_sizes(num, [1] * k))[rank]
+            first, _, last = cut(batch, [1, num - 2, 1])
+            keys = keys._replace(order=checksum([num, first, last]))
+            yield Shard(part, keys, Probe(0, True))
+
+    def _hand_on(self, batches: Any, seed: int, guard: Any, is_look: bool) -> Iterator[Any]:
+        """One pass, with what all processes have to find alike in it: its `facts`."""
+        is_drawn = self.trains and not makes_whole_batches(self.loader)
+        length = sized_len(getattr(self.loader, "dataset", None)) or 0
+        facts = {"seed": seed if is_drawn else 0, "dataset": length, "batches": 0}
+        while True:
+            with guard():
+                batch = next(batches, None)
+            if batch is None:
+                return
+            if is_look:  # a hook or a script makes it, and not a loop
+                yield batch.batch
+                continue
+            keys, probe = batch.keys, batch.probe or self.probe
+            vars(self).update(probe=probe)
+            if probe is not None:
+                batch.has_rows = probe.has_one_row
+                facts["dataset"] += probe.checksum if keys.number == 0 else 0
+            facts["batches"] = crc32(b"%d" % keys.order, facts["batches"])
+            batch.facts = {**facts}
+            # the indices of each batch that Lightning notes for `predict`
+            sampler: Any = getattr(self, "batch_sampler", None)
+            if hasattr(sampler, "seen_batch_indices"):
+                place = slice(keys.number, keys.number + 1)
+                sampler.seen_batch_indices[place] = [keys.indices]
+            yield batch
+
+
+class ShardSampler:
+    """Yields the keys of this process's shards of each batch, in the place of a batch sampler.
+
+    It goes through the user's sampler as the DataLoader asks for batches, so that the sampler
+    draws when, and what, it would draw on one device.
+    """
+
+    def __init__(self, loader: ShardLoader) -> None:
+        self.loader, self.seed = loader, 0  # of the next pass
+
+    def __iter__(self) -> Iterator[ShardKeys]:
+        loader = self.loader.loader
+        if makes_whole_batches(loader):  # it knows its epoch by now
+            sampler = loader.sampler
+            return self._cut(sampler, sampler.whole_batches(), sampler.pass_seed, sampler.epoch)
+        return self._cut(loader.batch_sampler, map(list, loader.batch_sampler), self.seed, None)
+
+    def _cut(self, sampler: Any, batches: Any, *of_pass: Any) -> Iterator[ShardKeys]:
+        k, rank = self.loader.num_shards, self.loader.rank
+        if self.loader.trains:
+            shard_sizes(smallest_batch(sampler) or k, [1] * k)  # raises if one is empty
+        if self.loader.joins() and (smallest_batch(sampler) or 0) < k:
+            batches = join(batches, k)
+        for number, batch in enumerate(batches):
+            probe = batch if number == 0 and k > 1 and self.loader.probe is None else ()
+            yield cut_indices(batch, k, rank, number, *of_pass, probe)
+
+
+def share_of_batch(given: Any, batch: Any) -> float:
+    """The share of the shard here in the global batch of a training step.
+
+    Args:
+        given: What the loop has got from the loaders, with `Shard` in it.
+        batch: What the hooks have made of it.
+
+    Raises:
+        ValueError: If the batch does not tell.
+    """
+    loaders, spec = tree_flatten(given)
+    shares = set()
+    for number, each in enumerate(loaders):
+        if each is None:
+            continue  # this loader has ended
+        what = "the shape of a batch does not tell how many samples are in it"
+        need_weight(what, not each.has_rows)
+        num, size = num_samples(spec.flatten_up_to(batch)[number]), len(each.keys.indices)
+        need_weight(f"samples were left out, {num} rows of {size}", num != size)
+        shares.add(size / each.keys.num_samples)
+    need_weight(f"loaders have other shares of their batches, {sorted(shares)}", len(shares) != 1)
+    return shares.pop()
+
+
+def need_weight(reason: str, is_needed: bool) -> None:
+    if is_needed:
+        how = 'The loss of a shard needs a weight, {"loss": loss, "weight": n}'
+        raise ValueError(f"{how}: {reason}.")
+
+
+def starts_from(loaders: Any) -> bool:
+    """Whether an iterator over these loaders has called the one that asks, and not a hook.
+
+    A CombinedLoader starts its loaders by `iter`, which hands nothing on that would tell.
+    """
+    caller = sys._getframe(2)
+    # in Python 3.11, a list comprehension has a frame of its own
+    callers = [each for each in (caller, caller.f_back) if each is not None]
+    return any(getattr(x.f_locals.get("self"), "iterables", None) is loaders for x in callers)
+
+
+def makes_whole_batches(loader: Any) -> bool:
+    """Whether its sampler yields whole batches by `whole_batches`, as that of `batch_loader`."""
+    return hasattr(getattr(loader, "sampler", None), "whole_batches")
+
+
+def knows_indices(loader: Any) -> bool:
+    """Whether a loader is a DataLoader that reads what its batch sampler says."""
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return False
+    kind: Any = type(loader)
+    is_plain = kind.__iter__ is DataLoader.__iter__ and loader.batch_sampler is not None
+    is_plain = is_plain and kind._get_iterator is DataLoader._get_iterator
+    return is_plain or makes_whole_batches(loader)
+
+
+def smallest_batch(sampler: Any) -> int | None:
+    """The fewest samples in a batch, if torch's or our sampler tells."""
+    if type(sampler) is BatchSampler and (num := sized_len(sampler.sampler)) is not None:
+        rest = 0 if sampler.drop_last else num % sampler.batch_size
+        return rest or sampler.batch_size
+    return getattr(sampler, "smallest_batch", None)
+
+
+def join(batches: Iterator[list[Any]], least: int) -> Iterator[list[Any]]:
+    """Join consecutive batches, until each has `least` samples.
+
+    It reads a batch ahead: a small last batch joins the one before it.
+    """
+    complete, rest = list[Any](), list[Any]()
+    for batch in batches:
+        rest = rest + batch
+        if len(rest) >= least:
+            if complete:
+                yield complete
+            complete, rest = rest, []
+    if complete or rest:
+        yield complete + rest

@@ -1,0 +1,101 @@
+"""Times the steps of a training run, counts the bytes that its machine sends, and slows it down.
+
+The first process of each machine writes what it measures.
+"""
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from lightning_mgpu.lab.network.links import DEVICE, seconds_without_core
+from lightning_mgpu.runs.record import RunRecord
+
+CLOCK = "LIGHTNING_MGPU_CLOCK"  # the number of an open file; without it, nothing is measured
+NETWORK = "LIGHTNING_MGPU_NETWORK"  # what `run.json` gets
+WARM_UP = 32  # steps
+
+
+class StepClock(Callback):
+    """Writes a line per batch, and one for each bar of the picture: see `Steps`."""
+
+    file = 0  # where to write to, if anything is measured
+    now, since = "", 0.0  # the span that has begun
+    before: Any = None  # the counts at the end of the last step, if this one follows on it
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if CLOCK not in os.environ:
+            return
+        self.file, self.sent, self.num_steps = int(os.environ[CLOCK]), 0, 0
+        self.spans: list[tuple[str, float, float]] = []
+        self.meeting = getattr(trainer.strategy, "meeting", None)  # `ddp` waits in C++
+        if self.meeting:
+            self.meeting.spans = self.spans
+        network = json.loads(os.environ[NETWORK])
+        self.slow, self.slept_at = network["slow"][trainer.node_rank], self.cpu_seconds()
+        self.machine = trainer.node_rank if trainer.local_rank == 0 else None
+        for record in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(record, RunRecord) and record.lock is not None:
+                record.write(network=network)
+                self.write("run", record.run_dir)
+
+    def write(self, *values: Any) -> None:
+        if self.machine is None:
+            return
+        os.write(self.file, (" ".join(map(str, values)) + "\n").encode())
+
+    def cpu_seconds(self) -> float:
+        """Of the main thread, without those in which it has waited for other processes."""
+        return time.thread_time() - (self.meeting.cpu_seconds_in_wait if self.meeting else 0.0)
+
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.before = None
+        if self.file and not trainer.sanity_checking:
+            pl_module.log("sent_mb", bytes_sent() / 1e6, sync_dist=True)
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        self.begin("forward")
+
+    def on_before_backward(self, *args: Any) -> None:
+        self.begin("backward")
+
+    def on_before_optimizer_step(self, *args: Any) -> None:
+        self.begin("update")
+
+    def begin(self, kind: str) -> None:
+        """End the span that has begun."""
+        now = time.monotonic()
+        if self.now and self.file:
+            self.spans.append((self.now, self.since, now))
+        self.now, self.since = kind, now
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        if not self.file:
+            return
+        self.begin("")
+        time.sleep((self.slow - 1) * (self.cpu_seconds() - self.slept_at))
+        self.slept_at = self.cpu_seconds()
+        waited = self.meeting.seconds_in_wait if self.meeting else float("nan")
+        main_thread = time.thread_time(), seconds_without_core("schedstat")
+        now = time.monotonic(), self.slow * self.slept_at, waited, *main_thread
+        nan = [float("nan")] * len(now)
+        is_first = self.before is None or args[3] == 0
+        times = nan if is_first else [b - a for a, b in zip(self.before, now)]
+        self.before, before, self.sent = now, self.sent, bytes_sent()
+        every = trainer.accumulate_grad_batches * (getattr(trainer.strategy, "every", 0) or 1)
+        columns = args[3], *times[:3], self.sent - before, *times[3:], every
+        self.write("step", self.machine, *columns)
+        self.num_steps += 1
+        is_drawn = WARM_UP < self.num_steps <= WARM_UP + max(3, every + 1)
+        for span in [*self.spans] if is_drawn else ():
+            self.write("span", self.machine, *span)
+        self.spans.clear()
+
+
+def bytes_sent() -> int:
+    """By this machine, in all."""
+    devices = Path("/proc/self/net/dev").read_text().splitlines()
+    return int(next(line for line in devices if f"{DEVICE}:" in line).split()[9])

@@ -1,0 +1,101 @@
+"""Which messages does an allreduce send, and how long would they take?
+
+    python -m lightning_mgpu allreduce my_allreduce.chain_allreduce --devices 4
+    python -m lightning_mgpu allreduce textbook ring top_k --delay_ms 2 --mbit 50 --sweep
+
+An allreduce is recorded without values. An exchange runs 64 times on a normal matrix per device,
+the same in each step: with error feedback, the error of the sum approaches 0. The predicted time is
+the sum over supersteps of the delay and of the time for the largest number of bytes that a device
+sends or receives (Valiant's BSP model; LogGP is finer). Computation is not included.
+"""
+
+import pydoc
+from inspect import isgeneratorfunction
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_mgpu.allreduce import check_allreduce, counts_to_check, find_allreduce
+from lightning_mgpu.allreduce.plan import Plan
+from lightning_mgpu.lab.tracing.picture import draw, draw_times
+from lightning_mgpu.lab.tracing.trace import NUM_STEPS, predict, trace, trace_exchange
+from lightning_mgpu.tools import UsageError, make_parser
+
+SIZES = (0.001, 0.064, 0.516, 8, 160)  # MB
+COUNTS = (2, 4, 8, 16, 32)
+
+
+def find(name: str) -> Any:
+    """A function by its short name or its path. The exchanges can be deleted."""
+    if name.startswith("_"):
+        raise UsageError(f"no allreduce {name!r}: use a name without an underscore, or a path")
+    found = pydoc.locate(f"lightning_mgpu.exchanges.{name}")
+    return found if callable(found) else find_allreduce(name)
+
+
+def check(name: str, function: Any, k: int) -> None:
+    if isgeneratorfunction(function):
+        print(f"{name}: an exchange, on at most 256 x 256 numbers")
+        find("check_exchange")(function)
+    else:
+        counts = counts_to_check(function, k)
+        for each in counts:
+            check_allreduce(function, [torch.device("cpu")] * each, as_written=True)
+        print(f"{name}: correct for k = {', '.join(map(str, counts))}")
+
+
+def report(name: str, plan: Plan, errors: list[float], link: tuple[float, float]) -> None:
+    ms, n, k = 1000 * predict(plan, *link), plan.like.nbytes, plan.k
+    print(f"{name}: {len(plan.messages)} messages in {plan.num_supersteps} supersteps, {ms:.4g} ms")
+    for verb, counts in (("sent", plan.sent), ("received", plan.received)):
+        print(f"  MB {verb} per device: {', '.join(f'{count / 1e6:.4g}' for count in counts)}")
+    largest, least = max(*plan.sent, *plan.received) / n, 2 * (k - 1) / k
+    print(f"  at most {largest:.4g} n, with n = {n / 1e6:.4g} MB; the lower bound is {least:.4g} n")
+    if errors:
+        print(f"  {max(plan.sent) / n / max(k - 1, 1):.3%} of the tensor to each other device")
+        first, last = errors[0], errors[-1]
+        print(f"  error of the sum: {first:.2%} in a step, {last:.2%} over {NUM_STEPS} steps")
+
+
+def allreduce_command(arguments: list[str]) -> None:
+    parser = make_parser("allreduce", __doc__)
+    add = parser.add_argument
+    add("names", nargs="+", help="textbook, ring, top_k, ..., or the path of a function")
+    add("--devices", type=int, metavar="N", default=4, help="number of devices (default: 4)")
+    add("--mb", type=float, default=0.516, help="size of the tensors (default: LeNet's gradients)")
+    add("--delay_ms", type=float, default=20.0, help="latency of a message (default: 20)")
+    add("--mbit", type=float, default=100.0, help="bandwidth per direction, Mbit/s (default: 100)")
+    add("--sweep", action="store_true", help="draw times: 2 to 32 devices, and 1 KB to 160 MB")
+    add("--picture", default="allreduce.png")
+    args = parser.parse_args(arguments)
+    if Path(args.picture).suffix not in (".png", ".pdf", ".svg"):
+        parser.error(f"--picture={args.picture}: name a .png, .pdf or .svg file")
+    functions = {name: find(name) for name in args.names}
+    if args.sweep and any(map(isgeneratorfunction, functions.values())):
+        parser.error("--sweep: not for an exchange, which runs on matrices of one size")
+    link = args.delay_ms / 1000, args.mbit * 1e6 / 8
+
+    def run(name: str, k: int = args.devices, mb: float = args.mb) -> tuple[Plan, list[float]]:
+        numel, function = max(1, round(mb * 1e6 / 4)), functions[name]
+        is_exchange = isgeneratorfunction(function)
+        return (
+            trace_exchange(function, k, numel) if is_exchange else (trace(function, k, numel), [])
+        )
+
+    def milliseconds(name: str, k: int = args.devices, mb: float = args.mb) -> float:
+        return 1000 * predict(run(name, k, mb)[0], *link)
+
+    for name, function in functions.items():
+        check(name, function, args.devices)
+    print(f"predicted for {args.delay_ms:g} ms and {args.mbit:g} Mbit/s:")
+    runs = {name: run(name) for name in functions}
+    for name, (plan, errors) in runs.items():
+        report(name, plan, errors, link)
+    figure = draw({name: plan for name, (plan, _) in runs.items()})
+    if args.sweep:
+        by_mb = {name: {mb: milliseconds(name, mb=mb) for mb in SIZES} for name in functions}
+        by_k = {name: {k: milliseconds(name, k) for k in COUNTS} for name in functions}
+        figure = draw_times({f"devices, {args.mb:g} MB": by_k, f"MB, k = {args.devices}": by_mb})
+    figure.savefig(args.picture, dpi=110)
+    print(f"picture: {args.picture}")
