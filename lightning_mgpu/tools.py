@@ -14,13 +14,12 @@ from typing import IO, Any, NoReturn
 PACKAGE = __package__.partition(".")[0]
 # what runs/ and exchanges/ know of each other: a run goes on from this file, and under this key it
 # has the states of an exchange
-LAST, EXCHANGE = "last.ckpt", "exchange"
+LAST, EXCHANGE = "last.ckpt", "exchange_states"
 PART = ".part."  # how the name of a file that is not finished begins
 
 RANGES = {  # the smallest and the largest value of an option, where Lightning and torch take others
     "seed_everything": (0, 2**32 - 1),
     "data.batch_size": (1, 10**9),
-    "data.num_workers": (0, 1024),
     "model.label_smoothing": (0, 1),
     "model.lr": (0, 10**6),
     "model.optimizer.lr": (0, 10**6),
@@ -35,18 +34,28 @@ RANGES = {  # the smallest and the largest value of an option, where Lightning a
     "trainer.strategy.outer_momentum": (0, 1),
     "trainer.strategy.options.fraction": (1e-9, 1),
     "trainer.strategy.options.rank": (1, 10**6),
-    "batch_size": (1, 10**9),  # from here on those of the other subcommands
-    "count": (1, 10**6),
+    "count": (1, 10**6),  # from here on, options of the other subcommands
     "delay_ms": (0, 60_000),
     "devices": (1, 64),
-    "faster": (1e-3, 10**4),
+    "speedup": (1e-3, 10**4),
     "machines": (1, 64),
     "mb": (1e-6, 10**6),
     "mbit": (1e-3, 10**6),
     "num_steps": (1, 10**9),
     "repeats": (1, 10**6),
-    "replicas": (1, 4096),
-    "slow": (1, 10**4),
+    "slowdown": (1, 10**4),
+}
+
+
+RENAMED = {  # names of earlier versions: options of our strategies, a strategy, and subcommands
+    "every": "sync_every",
+    "delay": "sync_delay",
+    "outer": "outer_step",
+    "split": "device_shares",
+    "exchange_sign": "exchange_ef_sign",
+    "allreduce": "trace",
+    "--slow": "--slowdown",
+    "--faster": "--speedup",
 }
 
 
@@ -112,6 +121,8 @@ class CheckingParser(ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         for arg in args:
+            if hint := renamed(arg.partition("=")[0]):
+                raise UsageError(hint)
             if arg[-1:] == "=" and arg[:-1] in self._option_string_actions:
                 raise UsageError(f"{arg} has no value: give one, or leave the option out")
         found, others = super().parse_known_args(args, namespace)
@@ -135,6 +146,11 @@ def check_range(option: str, value: Any) -> None:
     low, high = RANGES[option]
     if isinstance(value, bool) or not low <= float(value) <= high:
         raise UsageError(f"--{option}={value}: a number from {low:,} to {high:,}")
+
+
+def renamed(old: str) -> str:
+    """`every is called sync_every now`, or nothing for a name that was not changed."""
+    return f"{old} is called {RENAMED[old]} now" if old in RENAMED else ""
 
 
 def did_you_mean(word: Any, known: Iterable[str]) -> str:

@@ -1,8 +1,8 @@
 """Trains LeNet under each exchange on emulated machines, and draws its accuracy.
 
     python scripts/accuracy_against_bytes.py --rows ddp top_k my_exchange.my_exchange
-    python scripts/accuracy_against_bytes.py --links 5,400 --faster 4 --seeds 0 1 2 --rows ddp \\
-        "DiLoCo, every 32=--trainer.strategy=exchange_diloco --trainer.strategy.every=32"
+    python scripts/accuracy_against_bytes.py --links 5,400 --speedup 4 --seeds 0 1 2 --rows ddp \\
+        "DiLoCo, every 32=--trainer.strategy=exchange_diloco --trainer.strategy.sync_every=32"
 
 Rows and links are those of `exchanges_on_links.py`: a row is a name, the path of an exchange, or a
 label and options. Other options go to every `fit`, which trains by AdamW with a rate of 0.002 if
@@ -12,7 +12,7 @@ is a checksum of the Python files of the package, of the working directory and o
 PYTHONPATH, and of the directories in them. After each run the script writes runs.csv (a line per
 run), curves.csv (a line per evaluation) and draws accuracy.png, with the rows of this command:
 validation accuracy against the MB that a machine sends, and against seconds of training with its
-evaluations, which `--faster` divides.
+evaluations, which `--speedup` divides.
 """
 
 import csv
@@ -101,7 +101,7 @@ def train(out: Path, label: str, line: list[str], about: dict[str, Any]) -> dict
     test = next((float(row["test_acc"]) for row in rows if row.get("test_acc")), None)
     if test is None or not points:
         sys.exit(f"{run}: the model has to log val_acc and test_acc, as a Classifier does")
-    curve = np.array(points, float) / (about["faster"], 1, 1, 1)
+    curve = np.array(points, float) / (about["speedup"], 1, 1, 1)
     seconds, mb, val_acc, _ = curve[-1].round(4).tolist()
     last = {"seconds": round(seconds, 1), "mb": mb, "val_acc": val_acc, "test_acc": round(test, 4)}
     known = json.loads((run / RESULT).read_text())
@@ -149,8 +149,8 @@ def draw(found: list[dict[str, Any]]) -> Figure:
                 axes.fill_between(x, low, high, color=f"C{number}", alpha=0.15, linewidth=0)
         delay, mbit, machines = (*link.split(","), "2")[:3]
         title = f"{machines} emulated machines, {delay} ms and {mbit} Mbit/s"
-        if (faster := found[0]["faster"]) != 1:
-            title += f", {faster:g} times as fast as a core"
+        if (speedup := found[0]["speedup"]) != 1:
+            title += f", {speedup:g} times as fast as a core"
         by_mb.set(xscale="log", xlabel="MB sent per machine", ylabel="validation accuracy")
         by_mb.set_title(title, loc="left", fontsize=10)
         seeds = ", ".join(sorted({str(each["seed"]) for each in found}))
@@ -192,13 +192,13 @@ def main() -> None:
     links = [each if each.count(",") > 1 else f"{each},{args.machines}" for each in args.links]
     hide_messages()
     for row in labels:
-        check_options(network_line(row, links[0], own, args.images, args.faster))
+        check_options(network_line(row, links[0], own, args.images, args.speedup))
     for seed in args.seeds:  # outermost, so that the first picture of all rows comes early
         for link in links:
             for row, label in labels.items():
                 given = [f"--seed_everything={seed}", *own]
-                line = network_line(row, link, given, args.images, args.faster)
-                about = {"link": link, "faster": args.faster, "seed": seed, "version": version}
+                line = network_line(row, link, given, args.images, args.speedup)
+                about = {"link": link, "speedup": args.speedup, "seed": seed, "version": version}
                 found.append(train(args.out, label, line, about))
                 print("{run}: {seconds} s, test_acc {test_acc}".format(**found[-1]), flush=True)
                 write_csv(args.out / "runs.csv", found)

@@ -6,7 +6,7 @@
 
 A row has a name as in ROWS, or is the path of an exchange of your own, or a label and options:
 
-    --rows ddp "every 32=--trainer.strategy=exchange_diloco --trainer.strategy.every=32"
+    --rows ddp "every 32=--trainer.strategy=exchange_diloco --trainer.strategy.sync_every=32"
 
 A link is milliseconds each way, Mbit/s, and the number of machines (2 if left out), which have 128
 images and one thread each. Machines have links of their own by 1/1/40,400/400/50,3. Other options
@@ -52,9 +52,9 @@ EXCHANGES = {
     "half": ("exchange", f".exchange={HERE}.half"),
     "top_k": ("exchange_top_k",),
     "power_sgd": ("exchange_power_sgd", ".options={rank: 1}"),
-    "sign": ("exchange_sign",),
-    "local_sgd": ("exchange_local_sgd", f".every={EVERY}"),
-    "diloco": ("exchange_diloco", f".every={EVERY}"),
+    "sign": ("exchange_ef_sign",),
+    "local_sgd": ("exchange_local_sgd", f".sync_every={EVERY}"),
+    "diloco": ("exchange_diloco", f".sync_every={EVERY}"),
 }
 HOOKS = ("ddp", "ddp fp16", "ddp power_sgd", "ddp local_sgd")
 ROWS = (*HOOKS, *(f"{hook}*" for hook in HOOKS), *EXCHANGES)
@@ -76,7 +76,7 @@ class HookedDDP(DDPStrategy):
         }
         state, hook = hooks.get(row.strip("*"), (None, None))
         self.row = row
-        self.every = every = EVERY if "local" in row else None  # the network's table reads it
+        self.sync_every = every = EVERY if "local" in row else None  # the network's table reads it
         super().__init__(
             ddp_comm_state=state, ddp_comm_hook=hook, model_averaging_period=every, **kwargs
         )
@@ -110,7 +110,7 @@ def find_row(row: str) -> tuple[str, list[str]]:
 
 
 def network_line(
-    row: str, link: str, options: Sequence[str], images: int = BATCH, faster: float = 1.0
+    row: str, link: str, options: Sequence[str], images: int = BATCH, speedup: float = 1.0
 ) -> list[str]:
     """The arguments of `network` for a row on a link."""
     delay, mbit, machines = (*link.replace("/", " ").split(","), "2")[:3]
@@ -118,7 +118,7 @@ def network_line(
     line = [f"--machines={machines}", f"--delay_ms={delay}", f"--mbit={mbit}"]
     line = [each.replace(" ", ",") for each in line]
     batch = f"--data.batch_size={images * int(machines)}"
-    return [*line, f"--faster={faster:g}", "fit", batch, *options, *find_row(row)[1]]
+    return [*line, f"--speedup={speedup:g}", "fit", batch, *options, *find_row(row)[1]]
 
 
 def run_network(line: Sequence[str]) -> str:
@@ -140,10 +140,10 @@ def read_table(output: str) -> list[float]:
     return [mean(float(each[column]) for each in rows) for column in (2, 3, 5) if rows]
 
 
-def measure(row: str, link: str, images: int, faster: float, options: list[str]) -> str:
+def measure(row: str, link: str, images: int, speedup: float, options: list[str]) -> str:
     with TemporaryDirectory() as run:
         given = (*FEW_STEPS, *options, f"--run_dir={run}")
-        _, megabytes, ms = read_table(run_network(network_line(row, link, given, images, faster)))
+        _, megabytes, ms = read_table(run_network(network_line(row, link, given, images, speedup)))
     return f"{ms:.0f} ms, {megabytes:.3f} MB"
 
 
@@ -158,7 +158,7 @@ def make_parser(description: str | None) -> ArgumentParser:
     parser = ArgumentParser(description=description, **options)
     parser.add_argument("--links", type=check_link, nargs="+", default=["20,100"])
     parser.add_argument("--images", type=int, default=BATCH, help="of each machine")
-    parser.add_argument("--faster", type=float, default=1.0, help="as of `network`")
+    parser.add_argument("--speedup", type=float, default=1.0, help="as of `network`")
     return parser
 
 
@@ -171,6 +171,6 @@ if __name__ == "__main__":
     for row in args.rows:
         print(f"| {find_row(row)[0]} |", end="", flush=True)
         for link in args.links:
-            cell = measure(row, link, args.images, args.faster, options)
+            cell = measure(row, link, args.images, args.speedup, options)
             print(f" {cell} |", end="", flush=True)
         print()

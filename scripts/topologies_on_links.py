@@ -1,6 +1,6 @@
 """Predicts and measures steps under each allreduce as it is written, on emulated links.
 
-    python scripts/topologies_on_links.py --links 2,50,4 20,500,4 --images 32 --faster 2
+    python scripts/topologies_on_links.py --links 2,50,4 20,500,4 --images 32 --speedup 2
 
 A link is milliseconds each way, Mbit/s, and the number of machines. `predicted` is the time of the
 messages: the sum over buckets and supersteps of the latency, and of the largest number of bytes
@@ -52,7 +52,7 @@ def measure(row: str, link: str, args: Any, options: list[str]) -> tuple[float, 
     """The mean milliseconds per step, and the MB per step that each machine sends."""
     with TemporaryDirectory() as run:
         given = (*FEW_STEPS, NUM_STEPS, *options, f"--run_dir={run}")
-        output = run_network(network_line(row, link, given, args.images, args.faster))
+        output = run_network(network_line(row, link, given, args.images, args.speedup))
     rows = [line.split("|") for line in re.findall(r"^\| \d.*", output, flags=re.MULTILINE)]
     return sum(float(cells[5]) for cells in rows) / len(rows), [float(cells[3]) for cells in rows]
 

@@ -164,7 +164,7 @@ RUNS: dict[str, tuple[Callable[..., Any], type[Random], dict[str, Any]]] = {
 SHUFFLED_BY_TORCH = [*RUNS][1:]
 if find_spec("lightning_mgpu.exchanges"):  # which can be deleted
     exchanges: Any = import_module("lightning_mgpu.exchanges")
-    for name in ("exact", "top_k", "power_sgd", "sign"):
+    for name in ("exact", "top_k", "power_sgd", "ef_sign"):
         exchange = partial(exchanges.ExchangeStrategy, getattr(exchanges, name))
         RUNS[name] = exchange, Random, {"max_epochs": 3}
     by_top_k = RUNS["top_k"][0]

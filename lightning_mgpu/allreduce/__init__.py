@@ -22,7 +22,7 @@ tensor. They say so by an attribute, `elementwise = True`: a strategy may call t
 a bucket of gradients, for example once per bucket instead of once per parameter.
 
 The store of `key_value` is on device 0. With a separate machine, k replaces k-1. Tests compare the
-table with plans, and `python -m lightning_mgpu allreduce NAME` counts the messages of yours.
+table with plans, and `python -m lightning_mgpu trace NAME` counts the messages of yours.
 """
 
 from lightning_mgpu.allreduce.check import (

@@ -11,7 +11,7 @@ TOOLS = {  # the functions that the others call with their arguments
     "benchmark": "lightning_mgpu.lab.benchmark:benchmark_command",
     "runs": "lightning_mgpu.cli.list_runs:runs_command",
     "new": "lightning_mgpu.new_project.cli:new_command",
-    "allreduce": "lightning_mgpu.lab.tracing.cli:allreduce_command",
+    "trace": "lightning_mgpu.lab.tracing.cli:trace_command",
     "network": "lightning_mgpu.lab.network.cli:network_command",
 }
 OPTIONS = {

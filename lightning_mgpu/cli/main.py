@@ -9,7 +9,7 @@ import warnings
 from typing import Any
 
 from lightning_mgpu.cli.help import TOOLS, TRAINER_SUBCOMMANDS, short_help, subcommands
-from lightning_mgpu.tools import PACKAGE, UsageError, command, program
+from lightning_mgpu.tools import PACKAGE, UsageError, command, program, renamed
 
 # Deprecations in torch and Lightning, advice that does not fit data in memory: nothing to act on.
 WARNINGS = (
@@ -60,7 +60,8 @@ def main(cli: Any = None) -> None:
             raise UsageError(f"{text!r}: an argument has a NUL")
         subcommand, *others = [arg for arg in args if arg != TRACEBACK_FLAG]
         if subcommand not in subcommands():
-            raise UsageError(f"no subcommand {subcommand!r}: take {', '.join(subcommands())}")
+            hint = renamed(subcommand) or f"use {', '.join(subcommands())}"
+            raise UsageError(f"no subcommand {subcommand!r}: {hint}")
         if subcommand in TRAINER_SUBCOMMANDS:
             run_trainer(subcommand, others, cli)
         elif cli and program() == PACKAGE and subcommand in ("benchmark", "network", "sweep"):

@@ -21,7 +21,7 @@ from lightning_mgpu.cli.yaml_files import dump_config, read_config, read_default
 from lightning_mgpu.runs.checkpoints import read_checkpoint
 from lightning_mgpu.runs.directory import CONFIG, config_beside, flatten, newest_fits, read_run_json
 from lightning_mgpu.runs.resume import find_last
-from lightning_mgpu.tools import UsageError, last_part
+from lightning_mgpu.tools import RENAMED, UsageError, last_part, renamed
 
 STRATEGY = "--trainer.strategy"
 HELP = f"{STRATEGY}.help"
@@ -69,7 +69,18 @@ def read_options(subcommand: str, args: Sequence[str]) -> Options:
             named = given.get(key)
             if named and last_part(named) != last_part(base.get(key, {}).get("class_path")):
                 base[key] = {"class_path": named}
+    refuse_old_names(flatten(base) | given)
     return Options(expand_names(joined, given, base), given, base, run_dir)
+
+
+def refuse_old_names(options: dict[str, Any]) -> None:
+    """Raise a UsageError for options of our strategies, and of a resumed run, by earlier names."""
+    strategy = str(options.get("trainer.strategy"))
+    if hint := renamed(strategy):
+        raise UsageError(f"{STRATEGY}={strategy}: {hint}")
+    for old in RENAMED if strategy.startswith(("exchange", "dp", "lightning_mgpu.")) else ():
+        if f"trainer.strategy.{old}" in options:
+            raise UsageError(f"{STRATEGY}.{old}: {renamed(old)}")
 
 
 def newest_run() -> Path:

@@ -52,18 +52,23 @@ def exchange_and_step(
 
 
 class LocalSGDStrategy(ExchangeStrategy):
-    """Replicas that update themselves by their own gradients, and exchange weights now and then.
+    """Local SGD and DiLoCo: local optimizer steps, and periodic synchronization of the weights.
+
+    A *pseudo-gradient* is the last synchronized weights minus the local weights. An outer optimizer
+    applies the mean of the replicas' pseudo-gradients to the synchronized weights.
 
     Args:
-        every: H. After H updates the exchange gets the differences to the last common weights.
-        exchange, options: As for `ExchangeStrategy`, for the differences.
-        outer: A function of the mean difference and of a state, which returns what is subtracted
-            from the last common weights; or its dotted path.
-        outer_lr, outer_momentum: Of the step of SGD with Nesterov momentum that is the default.
-        delay: D, at most H. Differences that have left arrive D updates later, and replicas train
-            on meanwhile. Left out: 0, replicas wait for them.
-        mix: With a delay, a replica goes on from `mix * its own weights + (1 - mix) * X`, where X
-            are the new common weights. In [0, 1). Left out: 0.5.
+        sync_every: Number of optimizer steps between synchronizations (H in the papers).
+        exchange, options: As for `ExchangeStrategy`, applied to pseudo-gradients.
+        outer_step: The outer optimizer, a function or its dotted path. It receives the mean
+            pseudo-gradient and a state dict, and returns what is subtracted from the synchronized
+            weights. Default: SGD with Nesterov momentum.
+        outer_lr, outer_momentum: Hyperparameters of the default outer optimizer.
+        sync_delay: Pseudo-gradients are applied this many optimizer steps after they were sent,
+            at most `sync_every` (tau in Streaming DiLoCo). Training continues meanwhile. Default:
+            0, replicas wait.
+        mix: With a `sync_delay`, a replica continues from `mix * local + (1 - mix) * synchronized`
+            weights (alpha in Streaming DiLoCo), in [0, 1). Default: 0.5.
         parallel_devices, ...: As for `ManualAllreduceStrategy`. There is one replica per process.
     """
 
@@ -83,45 +88,45 @@ class LocalSGDStrategy(ExchangeStrategy):
 
     def __init__(
         self,
-        every: int = 16,
+        sync_every: int = 16,
         exchange: Callable[..., Any] = exact,
         options: dict[str, Any] | None = None,
-        outer: Callable[..., Any] | None = None,
+        outer_step: Callable[..., Any] | None = None,
         outer_lr: float = 1.0,
         outer_momentum: float = 0.0,
-        delay: int = 0,
+        sync_delay: int = 0,
         mix: float | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(exchange, options, **kwargs)
-        if not (isinstance(every, int) and 1 <= every <= 10**9):
-            raise ValueError(f"{every=}: must be a positive integer")
-        if outer and (outer_lr, outer_momentum) != (1, 0):
+        if not (isinstance(sync_every, int) and 1 <= sync_every <= 10**9):
+            raise ValueError(f"{sync_every=}: must be a positive integer")
+        if outer_step and (outer_lr, outer_momentum) != (1, 0):
             raise ValueError(
                 "`outer_lr` and `outer_momentum`, which exchange_diloco sets, need the default of "
-                "`outer`: take exchange_local_sgd"
+                "`outer_step`: use exchange_local_sgd"
             )
-        if not 0 <= delay <= every:
-            raise ValueError(f"{delay=}: it is from 0 to {every=}")
-        if mix is not None and not (delay and 0 <= mix < 1):
-            raise ValueError(f"{mix=}: it needs a `delay`, and is 0 or more and less than 1")
-        self.every, self.outer = every, outer
+        if not 0 <= sync_delay <= sync_every:
+            raise ValueError(f"{sync_delay=}: must be from 0 to {sync_every=}")
+        if mix is not None and not (sync_delay and 0 <= mix < 1):
+            raise ValueError(f"{mix=}: needs a `sync_delay`, and must be in [0, 1)")
+        self.sync_every, self.outer_step = sync_every, outer_step
         self.outer_lr, self.outer_momentum = outer_lr, outer_momentum
-        self.delay, self.mix = delay, 0.5 if mix is None and delay else mix or 0.0
+        self.sync_delay, self.mix = sync_delay, 0.5 if mix is None and sync_delay else mix or 0.0
 
     def make_function(self) -> Callable[..., Any]:
         default = partial(nesterov, lr=self.outer_lr, momentum=self.outer_momentum)
-        return partial(exchange_and_step, super().make_function(), self.outer or default)
+        return partial(exchange_and_step, super().make_function(), self.outer_step or default)
 
     @property
     def description(self) -> str:
         outer = f"outer learning rate {self.outer_lr:g}, momentum {self.outer_momentum:g}"
-        outer = f"outer step {name_of(self.outer)}" if self.outer else outer
-        delay = f", delay {self.delay}, mix {self.mix:g}" if self.delay else ""
-        return f"{super().description} every {self.every} steps{delay}, {outer}"
+        outer = f"outer step {name_of(self.outer_step)}" if self.outer_step else outer
+        delay = f", delay {self.sync_delay}, mix {self.mix:g}" if self.sync_delay else ""
+        return f"{super().description} every {self.sync_every} steps{delay}, {outer}"
 
     def name_function(self) -> str:
-        outer = f", then outer step {path_of(self.outer)}," if self.outer else ""
+        outer = f", then outer step {path_of(self.outer_step)}," if self.outer_step else ""
         return super().name_function() + outer
 
     def setup(self, trainer: Trainer) -> None:
@@ -136,9 +141,9 @@ class LocalSGDStrategy(ExchangeStrategy):
                 "An exchange of weights now and then needs no sync_batchnorm, and no callback that "
                 "averages weights."
             )
-        if self.delay and self.root_device.type != "cpu":
+        if self.sync_delay and self.root_device.type != "cpu":
             raise MisconfigurationException("An exchange with a delay works between CPUs only.")
-        if self.delay and not self.is_single_process:
+        if self.sync_delay and not self.is_single_process:
             set_timeout(timedelta(days=365), self.sync.group)  # `wait` gives up, at the arrival
 
     def reset_states(self) -> None:
@@ -172,10 +177,10 @@ class LocalSGDStrategy(ExchangeStrategy):
     def end_update(self) -> None:
         self._num_updates += 1
         self.weights_are_equal = False
-        if self._num_updates == self.delay:
+        if self._num_updates == self.sync_delay:
             self._receive_differences()
-        if self._num_updates == self.every:
-            self._send_differences() if self.delay else self.exchange_weights()
+        if self._num_updates == self.sync_every:
+            self._send_differences() if self.sync_delay else self.exchange_weights()
 
     def on_train_end(self) -> None:
         self.exchange_weights()
@@ -251,7 +256,8 @@ class LocalSGDStrategy(ExchangeStrategy):
         return super().lightning_module_state_dict()
 
     def find_settings(self) -> dict[str, Any]:
-        names = ("every", "outer_lr", "outer_momentum", *(("delay", "mix") if self.delay else ()))
+        names = ["sync_every", "outer_lr", "outer_momentum"]
+        names += ["sync_delay", "mix"] if self.sync_delay else []
         own = {f"strategy.{name}": getattr(self, name) for name in names}
-        outer = {"strategy.outer": path_of(self.outer) if self.outer else None}
+        outer = {"strategy.outer_step": path_of(self.outer_step) if self.outer_step else None}
         return {**super().find_settings(), **own, **outer}

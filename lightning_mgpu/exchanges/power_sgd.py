@@ -16,13 +16,13 @@ def power_sgd(X: Tensor, state: Any, rank: int = 2) -> Generator[Any, Any, Tenso
     n, m = X.flatten(1).shape if X.ndim > 1 else (1, 1)
     if rank * (n + m) >= n * m:
         return sum((yield X))
-    M = X.flatten(1) + state.get("rest", 0)
+    M = X.flatten(1) + state.get("residual", 0)
     if "Q" not in state:  # the same in all replicas
         generator = torch.Generator().manual_seed(crc32(f"{state.name} {state.seed}".encode()))
         state["Q"] = torch.randn(m, rank, generator=generator).to(X)
     P = torch.linalg.qr(sum((yield M @ state["Q"]))).Q
     own = M.T @ P
-    state["rest"] = M - P @ own.T
+    state["residual"] = M - P @ own.T
     state["Q"] = sum((yield own))
     return (P @ state["Q"].T).view_as(X)
 

@@ -9,10 +9,10 @@ from torch import Tensor
 
 def top_k(X: Tensor, state: dict, fraction: float = 0.05) -> Generator[Any, Any, Tensor]:
     """Send a fraction of the entries with their indices. The others wait in `rest`."""
-    whole = X.flatten() + state.get("rest", 0)
+    whole = X.flatten() + state.get("residual", 0)
     indices = whole.abs().topk(max(1, round(fraction * whole.numel()))).indices
     values = whole[indices]
-    state["rest"] = whole.index_fill(0, indices, 0)
+    state["residual"] = whole.index_fill(0, indices, 0)
     total = torch.zeros_like(whole)
     for their_values, their_indices in (yield values, indices):
         total.index_add_(0, their_indices, their_values)

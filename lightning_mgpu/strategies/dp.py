@@ -30,17 +30,17 @@ class DataParallelStrategy(SingleDeviceStrategy):
     of fewer samples than devices takes fewer devices.
 
     Args:
-        split: The devices' shares of a batch, for example `[0.7, 0.3]`. Equal by default.
+        device_shares: The devices' shares of a batch, for example `[0.7, 0.3]`. Default: equal.
         parallel_devices: Instead of the Trainer's. A device may occur twice, or a CPU beside GPUs.
     """
 
     is_in_step = False
 
     def __init__(
-        self, split: list[float] | None = None, parallel_devices: list[str] | None = None
+        self, device_shares: list[float] | None = None, parallel_devices: list[str] | None = None
     ) -> None:
         super().__init__()
-        self.split = split
+        self.device_shares = device_shares
         self.parallel_devices = [torch.device(device) for device in parallel_devices or ()]
         self.num_nodes, self._layer_sync, self.cluster_environment = 1, None, None
 
@@ -53,9 +53,9 @@ class DataParallelStrategy(SingleDeviceStrategy):
         k = len(self.parallel_devices)
         refuse(self.num_nodes * environment.world_size() > 1, "runs as one process: use ddp")
         refuse(self._layer_sync is not None, "has no sync_batchnorm: use manual_allreduce or ddp")
-        self.shares = self.split or [1] * k
+        self.shares = self.device_shares or [1] * k
         is_wrong = len(self.shares) != k or min(self.shares) <= 0
-        refuse(is_wrong, f"needs {k} shares > 0, not {self.split}")
+        refuse(is_wrong, f"needs {k} device_shares > 0, not {self.device_shares}")
 
     def all_gather(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         refuse(self.is_in_step, "has no all_gather inside a step, where shards run one by one")

@@ -11,6 +11,7 @@ from lightning_mgpu.cli import help as cli_help
 from lightning_mgpu.cli.help import short_help, subcommands
 from lightning_mgpu.cli.main import INFO
 from lightning_mgpu.cli.yaml_files import config_dirs
+from lightning_mgpu.tools import RANGES
 
 CONFIGS = config_dirs()[-1]
 Config = Callable[..., dict[str, Any]]
@@ -139,3 +140,61 @@ def test_a_limit_of_one_batch_is_told():
     """Lightning's line says that 1 is a batch; that 1.0 is all batches need not be said."""
     said = "`Trainer(limit_train_batches={})` was configured so"
     assert INFO.match(said.format(1.0)) and not INFO.match(said.format(1))
+
+
+CLASSES = {  # an option that only some classes have
+    "model.optimizer.": "--model.optimizer=SGD",
+    "trainer.strategy.outer": "--trainer.strategy=exchange_diloco",
+    "trainer.strategy.options": "--trainer.strategy=exchange_top_k",
+}
+
+
+@pytest.mark.parametrize("option", RANGES)
+def test_ranges_name_options_that_exist(option, main, capfd):
+    """A renamed option would have no range, without a word."""
+    is_fit = option.split(".")[0] in ("data", "model", "seed_everything", "trainer")
+    if not is_fit and not cli_help.TOOLS.keys() <= {*subcommands()}:
+        pytest.skip("a subcommand was deleted")
+    words = [word for name, word in CLASSES.items() if option.startswith(name)]
+    tools = {"count": "sweep", "mb": "trace", "repeats": "benchmark", "num_steps": "benchmark"}
+    tool = "fit" if is_fit else tools.get(option, "network" if option != "devices" else "trace")
+    needed = {"fit": words, "network": ["--csv=x.csv"], "trace": ["ring"], "sweep": ["--config=x"]}
+    end = ["fit"] if tool == "network" else []
+    assert main(tool, *needed.get(tool, []), f"--{option}=-5", *end) == 2
+    assert f"--{option}=-5" in (text := capfd.readouterr().err) and "a number from" in text
+
+
+OLD_NAMES = {
+    ("fit", "--trainer.strategy=exchange_sign"): "exchange_sign is called exchange_ef_sign now",
+    ("fit", "--trainer.strategy=dp", "--trainer.strategy.split=[1]"): "split is called device_shar",
+    (
+        "fit",
+        "--trainer.strategy=exchange_diloco",
+        "--trainer.strategy.every=2",
+    ): "called sync_every",
+    ("fit", "-c", "old.yaml"): "--trainer.strategy.delay: delay is called sync_delay now",
+    ("fit", "--resume=old"): "--trainer.strategy.outer: outer is called outer_step now",
+    ("allreduce", "ring"): "no subcommand 'allreduce': allreduce is called trace now",
+    ("network", "--slow=1,2", "fit"): "--slow is called --slowdown now",
+    ("network", "--faster", "2", "fit"): "--faster is called --speedup now",
+}
+
+
+@pytest.mark.parametrize("args", OLD_NAMES, ids=" ".join)
+def test_names_of_earlier_versions(args, main, capfd, tmp_path):
+    strategy = {"class_path": "lightning_mgpu.exchanges.LocalSGDStrategy"}
+    configs = {
+        "old.yaml": {"trainer": {"strategy": strategy | {"init_args": {"delay": 1}}}},
+        "old/config.yaml": {
+            "model": {"class_path": "LeNet"},
+            "data": {"class_path": "FashionMNIST"},
+            "trainer": {"strategy": strategy | {"init_args": {"outer": None}}},
+        },
+    }
+    (tmp_path / "old").mkdir()
+    for name, content in configs.items():
+        (tmp_path / name).write_text(yaml.safe_dump(content))
+    if args[0] == "network" and "network" not in subcommands():
+        pytest.skip("network was deleted")
+    assert main(*args) == 2
+    assert OLD_NAMES[args] in capfd.readouterr().err

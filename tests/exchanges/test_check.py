@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_mgpu.exchanges import check_exchange, exact, power_sgd, sign, top_k
+from lightning_mgpu.exchanges import check_exchange, ef_sign, exact, power_sgd, top_k
 from lightning_mgpu.exchanges.route import Plan, State, run_exchanges, run_here
 
 
@@ -23,14 +23,14 @@ def run_once(exchange: Any, tensors: list[Tensor], datas: Any = None) -> Tensor:
 
 
 @pytest.mark.parametrize("k", [1, 2, 3])
-@pytest.mark.parametrize("exchange", [exact, top_k, power_sgd, sign])
+@pytest.mark.parametrize("exchange", [exact, top_k, power_sgd, ef_sign])
 def test_each_passes_its_check(exchange, k):
     for dtype in (torch.float32, torch.float64):
         has_state = check_exchange(exchange, "", torch.device("cpu"), dtype)
         assert has_state == (exchange is not exact)
 
 
-@pytest.mark.parametrize("exchange", [top_k, power_sgd, sign])
+@pytest.mark.parametrize("exchange", [top_k, power_sgd, ef_sign])
 def test_nothing_is_lost(exchange):
     """The sums so far and all that waits add up to the sum of all gradients."""
     torch.manual_seed(0)
@@ -40,7 +40,7 @@ def test_nothing_is_lost(exchange):
         tensors = [torch.randn(20, 30).double() for _ in states]
         sent += run_once(exchange, tensors, states)
         total += sum(tensors)
-    waiting: Any = sum(data["rest"].view(20, 30) for data in states)
+    waiting: Any = sum(data["residual"].view(20, 30) for data in states)
     torch.testing.assert_close(sent + waiting, total, rtol=1e-10, atol=1e-10)
     assert waiting.norm() > 0.1 * total.norm()
 

@@ -41,7 +41,7 @@ def test_killed_and_resumed(command, tmp_path):
     There are states of the exchange, of the outer step, and of the optimizers of each process.
     """
     (tmp_path / "killer.py").write_text(KILLER)
-    diloco = ("=exchange_diloco", ".every=5", ".delay=2")
+    diloco = ("=exchange_diloco", ".sync_every=5", ".sync_delay=2")
     top_k = ".exchange=lightning_mgpu.exchanges.top_k"
     options = ("--trainer.strategy" + each for each in (*diloco, top_k))
     line = (*FIT, "--trainer.devices=2", "--trainer.callbacks=killer.Killer", *options)
@@ -75,4 +75,4 @@ def test_ones_own(main, tmp_path, capfd):
 
 def test_help_has_the_defaults_of_a_name(main, capfd):
     assert main("fit", "--trainer.strategy.help=exchange_diloco") == 0
-    assert "every=16 outer_lr=0.7" in capfd.readouterr().out
+    assert "sync_every=16 outer_lr=0.7" in capfd.readouterr().out

@@ -33,20 +33,24 @@ class Pretrained(Net):
         vector_to_parameters(flat(self) * 1.5, self.parameters())
 
 
-DILOCO = {"every": 4, "outer_lr": 0.7, "outer_momentum": 0.9}
+DILOCO = {"sync_every": 4, "outer_lr": 0.7, "outer_momentum": 0.9}
 APART: dict[str, dict[str, Any]] = {
-    "local_sgd": {"every": 4},
+    "local_sgd": {"sync_every": 4},
     "diloco": DILOCO,
-    "delayed": {"every": 4, "delay": 2, "mix": 0.3},
-    "at once": {"every": 1, "delay": 1},
-    "always under way": {**DILOCO, "delay": 4},
-    "delayed diloco": {**DILOCO, "delay": 2},
-    "goes on from X": {"every": 4, "delay": 3, "mix": 0.0},
+    "delayed": {"sync_every": 4, "sync_delay": 2, "mix": 0.3},
+    "at once": {"sync_every": 1, "sync_delay": 1},
+    "always under way": {**DILOCO, "sync_delay": 4},
+    "delayed diloco": {**DILOCO, "sync_delay": 2},
+    "goes on from X": {"sync_every": 4, "sync_delay": 3, "mix": 0.0},
 }
 
 
 def by_hand(
-    every: int, outer_lr: float = 1, outer_momentum: float = 0, delay: int = 0, mix: float = 0.5
+    sync_every: int,
+    outer_lr: float = 1,
+    outer_momentum: float = 0,
+    sync_delay: int = 0,
+    mix: float = 0.5,
 ) -> Tensor:
     """Two replicas in one process, with torch's own SGD as the outer step."""
     seed_everything(0, verbose=False)
@@ -74,13 +78,13 @@ def by_hand(
             net.loss((X[rows], y[rows])).backward()
             optimizer.step()
         num_updates += 1
-        if sent is not None and num_updates == delay:
+        if sent is not None and num_updates == sync_delay:
             arrive(sent, mix)
-        if num_updates == every:
+        if num_updates == sync_every:
             num_updates, sent = 0, differences()
-            if not delay:
+            if not sync_delay:
                 arrive(sent, 0)
-    if delay:
+    if sync_delay:
         arrive(sent, mix)  # at the end: what is under way, and then all that has been done
         arrive(differences(), 0)
     return common.detach()
@@ -127,7 +131,7 @@ def train_apart(directory: Path) -> dict[str, Any]:
     for strategy in equal():
         found.setdefault("frozen", []).append(attempt(train, strategy, FreezesInOne))
     return found | {
-        each.__name__: attempt(train, new(every=4), each)
+        each.__name__: attempt(train, new(sync_every=4), each)
         for each in (Rates, Unfreezes, LateParameter)
     }
 
@@ -181,7 +185,7 @@ class SavesAlone(Net):
 
 
 def train_with_delay() -> Any:
-    options: Any = {"every": 2, "delay": 1, "timeout": timedelta(seconds=2)}
+    options: Any = {"sync_every": 2, "sync_delay": 1, "timeout": timedelta(seconds=2)}
     failed = attempt(train, LocalSGDStrategy(**options), FailsWhileUnderWay)
     trainer = attempt(train, LocalSGDStrategy(**options), Drifts)
     alone = attempt(train, LocalSGDStrategy(**options), SavesAlone)
@@ -211,10 +215,10 @@ def test_bytes_that_are_logged(every, num_exchanges, tmp_path):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"every": 0}, "every=0"),
-        ({"every": 2, "delay": 3}, "delay=3: it is from 0 to every=2"),
-        ({"mix": 0.5}, "mix=0.5: it needs a `delay`"),
-        ({"outer": flat, "outer_lr": 0.5}, "the default of `outer`"),
+        ({"sync_every": 0}, "sync_every=0"),
+        ({"sync_every": 2, "sync_delay": 3}, "sync_delay=3: must be from 0 to sync_every=2"),
+        ({"mix": 0.5}, "mix=0.5: needs a `sync_delay`"),
+        ({"outer_step": flat, "outer_lr": 0.5}, "the default of `outer_step`"),
     ],
 )
 def test_options_that_are_refused(options, said):
@@ -223,7 +227,7 @@ def test_options_that_are_refused(options, said):
 
 
 def test_an_outer_step_is_named():
-    found = attempt(train, LocalSGDStrategy(outer=lambda mean, state: mean[:0]))
+    found = attempt(train, LocalSGDStrategy(outer_step=lambda mean, state: mean[:0]))
     assert "exact, then outer step tests.exchanges.test_local_sgd.test_an_outer" in found
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from lightning_mgpu.exchanges import ExchangeStrategy, power_sgd, sign, top_k
+from lightning_mgpu.exchanges import ExchangeStrategy, ef_sign, power_sgd, top_k
 from lightning_mgpu.strategies import ManualAllreduceStrategy
 from tests.cases import Manual
 from tests.strategies.conftest import (
@@ -54,7 +54,7 @@ def test_what_is_not_finite_reaches_all_replicas_and_no_state(in_two_processes):
         (num_before, before), (num_after, after) = found
         assert (num_before, num_after) == (0, 4) and len(after) == 4
         for key, data in after.items():
-            assert torch.equal(data["rest"], before[key]["rest"]), key
+            assert torch.equal(data["residual"], before[key]["residual"]), key
 
 
 def divides_late(X: Tensor, state: Any) -> Any:
@@ -191,7 +191,7 @@ def test_refusals(tmp_path):
     for strategy, make, resume, said in [
         (new(0.3), Net, last, "--trainer.strategy.options={'fraction': 0.2}, which must"),
         (new(flat=True), Net, last, "--trainer.strategy.flat=None, which must stay: here"),
-        (new(exchange=sign, options={}), Net, last, "strategy.exchange=lightning_mgpu.exch"),
+        (new(exchange=ef_sign, options={}), Net, last, "strategy.exchange=lightning_mgpu.exch"),
         (new(), Net, other, "This checkpoint has no exchange's state"),
         (ManualAllreduceStrategy(), Net, last, "has the state of an exchange: use the strategy"),
         (new(), Manual, None, "need automatic optimization"),

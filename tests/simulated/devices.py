@@ -94,7 +94,7 @@ def pytest_configure() -> None:
     @functools.wraps(init)
     def on_simulated_devices(self: Trainer, **kwargs: Any) -> None:
         strategy, has_one = kwargs.get("strategy", "auto"), str(kwargs.get("devices", 1)) == "1"
-        is_dp = strategy == "dp" or hasattr(strategy, "split")
+        is_dp = strategy == "dp" or hasattr(strategy, "device_shares")
         names_its_own = bool(getattr(strategy, "parallel_devices", None))
         names_its_own |= isinstance(strategy, SingleDeviceStrategy) and not is_dp
         has_processes = str(strategy).startswith("ddp") or not (has_one or is_dp)

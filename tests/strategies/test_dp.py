@@ -117,7 +117,12 @@ class Watched(Net):
 
 
 @pytest.mark.parametrize(
-    "options", [{"split": [0.7, 0.3]}, {"split": [0.3, 0.7]}, {"parallel_devices": ["cpu"] * 2}]
+    "options",
+    [
+        {"device_shares": [0.7, 0.3]},
+        {"device_shares": [0.3, 0.7]},
+        {"parallel_devices": ["cpu"] * 2},
+    ],
 )
 def test_shares_devices_and_copies(options):
     """All shards but the first have copies, on one device too; buffers are the first shard's."""
@@ -125,7 +130,7 @@ def test_shares_devices_and_copies(options):
     fit(lambda: module, DataLoader(samples(23), 10), strategy=strategy, devices=2, max_epochs=1)
     sizes, devices, are_leaves = zip(*module.shards)
     expected = {0.7: (7, 3) * 2 + (2, 1), 0.3: (3, 7) * 2 + (1, 2)}
-    assert sizes == expected.get(options.get("split", [0])[0], (5, 5) * 2 + (2, 1))
+    assert sizes == expected.get(options.get("device_shares", [0])[0], (5, 5) * 2 + (2, 1))
     assert are_leaves == (True, False) * 3
     assert set(devices[1::2]) == {torch.device("cpu") if "parallel_devices" in options else SECOND}
     assert module.running_mean.tolist() == [sum(sizes[::2])] * 2
@@ -150,8 +155,8 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     "two machines": (Net, {"num_nodes": 2}, "runs as one process"),
     "a share too few": (
         Net,
-        {"strategy": DataParallelStrategy(split=[0.7, 0.3])},
-        "needs 3 shares > 0, not [0.7, 0.3]",
+        {"strategy": DataParallelStrategy(device_shares=[0.7, 0.3])},
+        "needs 3 device_shares > 0, not [0.7, 0.3]",
     ),
     "a parameter set by each shard": (ShiftedByFirstBatch, {}, "loses edits that differ"),
     "all_gather in a step": (Gathers, {}, "has no all_gather inside a step"),

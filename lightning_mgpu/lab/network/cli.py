@@ -24,18 +24,18 @@ from lightning_mgpu.lab.network import clock, links
 from lightning_mgpu.lab.network.steps import Steps
 from lightning_mgpu.tools import LAST, command, make_parser, program
 
-LISTS = ("delay_ms", "mbit", "slow")  # options with a value for each machine, or for all
+LISTS = ("delay_ms", "mbit", "slowdown")  # options with a value for each machine, or for all
 
 
 def network_command(arguments: list[str]) -> None:
     parser = make_parser("network", __doc__)
     add = parser.add_argument
     add("--machines", type=int, metavar="N", default=2)
-    add("--faster", type=float, default=1.0, help="by this factor than a core of this machine")
+    add("--speedup", type=float, default=1.0, help="by this factor than a core of this machine")
     many: Any = {"type": numbers, "metavar": "X[,X...]"}
     add("--delay_ms", **many, default=[20.0], help="between machines: half of it at each end")
     add("--mbit", **many, default=[100.0], help="per second that each can send, and receive")
-    add("--slow", **many, default=[1.0], help="by this factor a machine computes more slowly")
+    add("--slowdown", **many, default=[1.0], help="by this factor a machine computes more slowly")
     add("--csv", help="write a row per machine and step to this file")
     add("--picture", help="draw some steps of each machine to this file")
     add("fit", choices=["fit"], help="and its options")
@@ -55,11 +55,11 @@ def network_command(arguments: list[str]) -> None:
             parser.error(f"--{option}={path}: name a {suffix} in a directory that is there")
     if sys.platform != "linux":
         parser.error("network namespaces are Linux's")
-    if (rate := max(args.mbit) / args.faster) > 500:
+    if (rate := max(args.mbit) / args.speedup) > 500:
         print(f"--mbit: {rate:g} here, and Python carries about 500 each way, so it may be less")
     with TemporaryFile("a+b", buffering=0) as file:
         status = fit(args, file)
-        steps = Steps(file, args.faster)
+        steps = Steps(file, args.speedup)
     if len(steps.rows):
         steps.print_table(args.mbit)
         if args.csv:
@@ -90,8 +90,8 @@ def how_to_go_on(machines: int, run: Path | None) -> str:
 
 def fit(args: Namespace, file: IO[bytes]) -> int:
     """Train on machines, whose StepClocks write to `file`; returns the exit status."""
-    network = {name: getattr(args, name) for name in ("machines", "faster", *LISTS)}
-    line = [sys.executable, "-I", "-S", links.__file__, str(os.getpid()), str(args.faster)]
+    network = {name: getattr(args, name) for name in ("machines", "speedup", *LISTS)}
+    line = [sys.executable, "-I", "-S", links.__file__, str(os.getpid()), str(args.speedup)]
     line += [*(",".join(map(str, network[n])) for n in ("delay_ms", "mbit"))]
     line += [sys.executable, "-m", program(), "fit"]
     line += [f"--trainer.num_nodes={args.machines}", "--trainer.devices=1"]

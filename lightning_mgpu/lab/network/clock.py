@@ -35,7 +35,7 @@ class StepClock(Callback):
         if self.meeting:
             self.meeting.spans = self.spans
         network = json.loads(os.environ[NETWORK])
-        self.slow, self.slept_at = network["slow"][trainer.node_rank], self.cpu_seconds()
+        self.slowdown, self.slept_at = network["slowdown"][trainer.node_rank], self.cpu_seconds()
         self.machine = trainer.node_rank if trainer.local_rank == 0 else None
         for record in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(record, RunRecord) and record.lock is not None:
@@ -76,16 +76,16 @@ class StepClock(Callback):
         if not self.file:
             return
         self.begin("")
-        time.sleep((self.slow - 1) * (self.cpu_seconds() - self.slept_at))
+        time.sleep((self.slowdown - 1) * (self.cpu_seconds() - self.slept_at))
         self.slept_at = self.cpu_seconds()
         waited = self.meeting.seconds_in_wait if self.meeting else float("nan")
         main_thread = time.thread_time(), seconds_without_core("schedstat")
-        now = time.monotonic(), self.slow * self.slept_at, waited, *main_thread
+        now = time.monotonic(), self.slowdown * self.slept_at, waited, *main_thread
         nan = [float("nan")] * len(now)
         is_first = self.before is None or args[3] == 0
         times = nan if is_first else [b - a for a, b in zip(self.before, now)]
         self.before, before, self.sent = now, self.sent, bytes_sent()
-        every = trainer.accumulate_grad_batches * (getattr(trainer.strategy, "every", 0) or 1)
+        every = trainer.accumulate_grad_batches * (getattr(trainer.strategy, "sync_every", 0) or 1)
         columns = args[3], *times[:3], self.sent - before, *times[3:], every
         self.write("step", self.machine, *columns)
         self.num_steps += 1

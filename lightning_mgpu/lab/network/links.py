@@ -1,7 +1,7 @@
 """Runs a command on machines: `python -I links.py PARENT FASTER DELAY_MS MBIT COMMAND...`.
 
 DELAY_MS and MBIT have a value per machine (1,1,40). FASTER multiplies delays and divides rates, as
-if machines computed faster. Half of a delay is at the end that sends.
+if machines computed speedup. Half of a delay is at the end that sends.
 
 A machine is a network namespace with a TUN device. Packets are read from one machine's device and
 written to another's when a link would have brought them. Only a process without threads can make a
@@ -53,7 +53,7 @@ def describe_status(status: int | None) -> str:
     return f"exit status {status}{name}"
 
 
-def enter_machine(machine: int, faster: float) -> int:
+def enter_machine(machine: int, speedup: float) -> int:
     """Go to a new network namespace, where this process starts others now; returns its device."""
     call("unshare", NEW_NETWORK)
     tun = os.open("/dev/net/tun", os.O_RDWR)  # the device goes when this is closed
@@ -68,8 +68,8 @@ def enter_machine(machine: int, faster: float) -> int:
             (SET_FLAGS, "lo", struct.pack("H", UP)),
         ):
             fcntl.ioctl(any_socket, request, struct.pack("16s24s", device.encode(), value))
-    settings = {"tcp_rto_min_us": round(200_000 * faster), "tcp_slow_start_after_idle": 0}
-    for name, number in settings.items() if faster != 1 else ():
+    settings = {"tcp_rto_min_us": round(200_000 * speedup), "tcp_slow_start_after_idle": 0}
+    for name, number in settings.items() if speedup != 1 else ():
         with suppress(OSError):  # of other kernels, and read-only in some containers
             Path(f"/proc/sys/net/ipv4/{name}").write_text(str(number))
     return tun
@@ -97,21 +97,21 @@ def receive(tun: int, inbox: Inbox, bytes_per_second: float, delay: float) -> No
         os.write(tun, packet)
 
 
-def run(delays: list[float], rates: list[float], faster: float, command: list[str]) -> int:
+def run(delays: list[float], rates: list[float], speedup: float, command: list[str]) -> int:
     """Run a command on each machine, of which the first writes to the terminal."""
     if os.geteuid():
         make_user_namespace()
     outputs, tuns, workers = [TemporaryFile() for _ in delays], [], []  # noqa: SIM115
     options: Any = {"preexec_fn": lambda: call(*END_WITH_PARENT), "close_fds": False}
     for machine, output in enumerate(outputs):
-        tuns.append(enter_machine(machine, faster))
+        tuns.append(enter_machine(machine, speedup))
         options["env"] = {**os.environ, "NODE_RANK": str(machine)}
         files: Any = {"stdout": output, "stderr": output} if machine else {}
         workers.append(subprocess.Popen(command, **files, **options))
     signal.signal(signal.SIGINT, lambda *_: workers[0].send_signal(signal.SIGINT))
     inboxes = {socket.inet_aton(each): Inbox() for each in ADDRESSES[: len(delays)]}
     for tun, inbox, delay, rate in zip(tuns, inboxes.values(), delays, rates):
-        link = rate / faster * 1e6 / 8, faster * delay / 1e3 / 2
+        link = rate / speedup * 1e6 / 8, speedup * delay / 1e3 / 2
         Thread(target=send, args=(tun, inboxes, *link), daemon=True).start()
         Thread(target=receive, args=(tun, inbox, *link), daemon=True).start()
     while workers[0].poll() is None and not any(each.poll() for each in workers):
@@ -127,7 +127,7 @@ def run(delays: list[float], rates: list[float], faster: float, command: list[st
             lines = output.read().decode(errors="replace").splitlines()[-10:]
             print(f"machine {machine}, {describe_status(status)}:", *lines, sep="\n  ")
     used, waited = time.process_time(), seconds_without_core("task/*/schedstat")
-    short = f", and had no core for {waited:.1f} s: if machines had theirs, take a larger --faster"
+    short = f", and had no core for {waited:.1f} s: if machines had theirs, take a larger --speedup"
     print(f"The links took {used:.1f} s of CPU time{short * (used < 9 * waited)}.", flush=True)
     return next(filter(None, statuses), int(None in statuses))
 
@@ -138,13 +138,13 @@ def seconds_without_core(pattern: str) -> float:
 
 
 if __name__ == "__main__":
-    parent, faster, *lists = sys.argv[1:5]
+    parent, speedup, *lists = sys.argv[1:5]
     delays, rates = ([*map(float, each.split(","))] for each in lists)
     call(*END_WITH_PARENT)
     if os.getppid() != int(parent):
         sys.exit("the parent has ended")
     try:
-        status = run(delays, rates, float(faster), sys.argv[5:])
+        status = run(delays, rates, float(speedup), sys.argv[5:])
         sys.exit(status if status >= 0 else 128 - status)  # as a shell has it
     except OSError as error:
         sys.exit(f"error: {error} (machines need /dev/net/tun, and root or user namespaces)")

@@ -19,18 +19,18 @@ class Steps:
     """The lines that StepClocks have written to a file.
 
     `rows` has the columns of COLUMNS, then the seconds of the main thread with a core and without
-    one, and `every`. Times of machines that are `faster` are divided by it. The first step of an
+    one, and `every`. Times of machines that are `speedup` are divided by it. The first step of an
     epoch, or after an evaluation, has none.
     """
 
-    def __init__(self, file: IO[bytes], faster: float = 1.0) -> None:
+    def __init__(self, file: IO[bytes], speedup: float = 1.0) -> None:
         file.seek(0)
         lines = defaultdict(list)
         for line in file:
             kind, _, rest = line.decode().rstrip("\n").partition(" ")
             lines[kind].append(rest)
         self.run = Path(lines["run"][0]) if lines["run"] else None
-        self.faster, scale = faster, 1e3 / faster
+        self.speedup, scale = speedup, 1e3 / speedup
         spans = map(str.split, lines["span"])  # machine, kind, begin, end
         self.spans = [(int(i), kind, scale * float(a), scale * float(b)) for i, kind, a, b in spans]
         rows = np.array([each.split() for each in lines["step"]], float).reshape(-1, 9)
@@ -58,8 +58,8 @@ class Steps:
             used, without = steps[:, 6:8].sum(0)  # seconds that the main thread had a core, or not
             if used < 0.9 * (used + without):
                 shares.append(f"machine {i} had {used / (used + without):.2f}")
-        if self.faster != 1:
-            print(f"Times in this table are divided by {self.faster:g}; all others are measured.")
+        if self.speedup != 1:
+            print(f"Times in this table are divided by {self.speedup:g}; all others are measured.")
         if shares:
             told = "Cores are short, so take fewer machines or threads, or end other programs"
             print(f"{told}: {', '.join(shares)} of one.")
@@ -76,7 +76,7 @@ class Steps:
         start = min(begin for *_, begin, _ in self.spans)
         machines = sorted({i for i, *_ in self.spans})
         figure = Figure(figsize=(9, 1.1 + len(machines)), layout="constrained")
-        axes = figure.add_subplot(xlabel=f"ms (F = {self.faster:g}); white: the rest")
+        axes = figure.add_subplot(xlabel=f"ms (F = {self.speedup:g}); white: the rest")
         for number, kind in enumerate(KINDS):
             axes.plot([], color=f"C{number}", linewidth=6, label=kind)  # for the legend
             for machine in machines:

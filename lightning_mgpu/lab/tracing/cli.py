@@ -1,7 +1,7 @@
 """Which messages does an allreduce send, and how long would they take?
 
-    python -m lightning_mgpu allreduce my_allreduce.chain_allreduce --devices 4
-    python -m lightning_mgpu allreduce textbook ring top_k --delay_ms 2 --mbit 50 --sweep
+    python -m lightning_mgpu trace my_allreduce.chain_allreduce --devices 4
+    python -m lightning_mgpu trace textbook ring top_k --delay_ms 2 --mbit 50 --sweep
 
 An allreduce is recorded without values. An exchange runs 64 times on a normal matrix per device,
 the same in each step: with error feedback, the error of the sum approaches 0. The predicted time is
@@ -58,8 +58,8 @@ def report(name: str, plan: Plan, errors: list[float], link: tuple[float, float]
         print(f"  error of the sum: {first:.2%} in a step, {last:.2%} over {NUM_STEPS} steps")
 
 
-def allreduce_command(arguments: list[str]) -> None:
-    parser = make_parser("allreduce", __doc__)
+def trace_command(arguments: list[str]) -> None:
+    parser = make_parser("trace", __doc__)
     add = parser.add_argument
     add("names", nargs="+", help="textbook, ring, top_k, ..., or the path of a function")
     add("--devices", type=int, metavar="N", default=4, help="number of devices (default: 4)")
@@ -67,7 +67,7 @@ def allreduce_command(arguments: list[str]) -> None:
     add("--delay_ms", type=float, default=20.0, help="latency of a message (default: 20)")
     add("--mbit", type=float, default=100.0, help="bandwidth per direction, Mbit/s (default: 100)")
     add("--sweep", action="store_true", help="draw times: 2 to 32 devices, and 1 KB to 160 MB")
-    add("--picture", default="allreduce.png")
+    add("--picture", default="trace.png")
     args = parser.parse_args(arguments)
     if Path(args.picture).suffix not in (".png", ".pdf", ".svg"):
         parser.error(f"--picture={args.picture}: name a .png, .pdf or .svg file")

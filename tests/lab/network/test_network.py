@@ -95,7 +95,7 @@ def test_steps_are_measured_in_whole_windows_within_epochs(tmp_path, capsys):
         half = float(seconds) / 2
         others = f"{seconds} {half} nan {num_bytes} {half} {half / 2} 3"
         file.write(f"step 1 {batch} {others}\n".encode())
-    steps = Steps(file, faster=2)
+    steps = Steps(file, speedup=2)
     assert steps.run == Path("runs/my run") and Steps(io.BytesIO()).run is None
     steps.print_table([100, 100])
     _, _, first, second, *told = capsys.readouterr().out.splitlines()
@@ -113,12 +113,12 @@ def test_steps_are_measured_in_whole_windows_within_epochs(tmp_path, capsys):
 def test_a_slow_machine_sleeps_as_long_as_it_computes(monkeypatch):
     """Twice as long, if it is to be three times as slow. CPU time in `wait` does not count."""
     monkeypatch.setenv(clock.CLOCK, str(file := os.memfd_create("steps")))
-    monkeypatch.setenv(clock.NETWORK, '{"slow": [1, 3]}')
+    monkeypatch.setenv(clock.NETWORK, '{"slowdown": [1, 3]}')
     monkeypatch.setattr(clock, "DEVICE", "lo")
     monkeypatch.setattr(clock.time, "sleep", sleep := mock.MagicMock())
     monkeypatch.setattr(clock.time, "thread_time", lambda: meeting.cpu_seconds_in_wait + 7)
     meeting = mock.MagicMock(cpu_seconds_in_wait=0.0, seconds_in_wait=0.0)
-    strategy = mock.MagicMock(meeting=meeting, every=1)
+    strategy = mock.MagicMock(meeting=meeting, sync_every=1)
     trainer: Any = mock.MagicMock(node_rank=1, local_rank=0, callbacks=[], strategy=strategy)
     trainer.accumulate_grad_batches = 1
     step_clock = clock.StepClock()
@@ -263,8 +263,8 @@ def namespaces() -> set[str]:
     [
         (("--delay_ms=-1", "fit"), "--delay_ms=-1.0: a number from 0 to 60,000"),
         (("--machines=0", "fit"), "--machines=0: a number from 1 to 64"),
-        (("--slow=1,0.5", "fit"), "--slow=0.5: a number from 1"),
-        (("--faster=0", "fit"), "--faster=0.0: a number from"),
+        (("--slowdown=1,0.5", "fit"), "--slowdown=0.5: a number from 1"),
+        (("--speedup=0", "fit"), "--speedup=0.0: a number from"),
         (("--mbit=9,9,9", "fit"), "--mbit: give one value, or 2, separated by commas"),
         (("--mbit=9 9", "fit"), "argument --mbit: invalid numbers value: '9 9'"),
         (("--csv=none/a.csv", "fit"), "/none/a.csv: name a .csv in a directory"),

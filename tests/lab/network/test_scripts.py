@@ -34,14 +34,14 @@ def test_runs_are_kept(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(script, "run_network", run_network)
     monkeypatch.setattr(script, "find_version", lambda: "1a2b3c")
-    more = ["--rows", "top_k", ROW, "--seeds", "3", "4", "--faster=2", f"--out={tmp_path}/out"]
+    more = ["--rows", "top_k", ROW, "--seeds", "3", "4", "--speedup=2", f"--out={tmp_path}/out"]
     monkeypatch.setattr(sys, "argv", ["script", "--machines=3", "--links=1/1/9,100", *more])
     with pytest.raises(KeyboardInterrupt):
         script.main()
     script.main()
     script.main()
     assert len(lines) == 5 and lines[2] == lines[3] != lines[4]
-    assert lines[1][1:5] == ["--machines=3", "--delay_ms=1,1,9", "--mbit=100", "--faster=2"]
+    assert lines[1][1:5] == ["--machines=3", "--delay_ms=1,1,9", "--mbit=100", "--speedup=2"]
     assert lines[1][-3] == "--trainer.strategy=exchange_diloco"
     assert lines[1][-2] == "--trainer.strategy.options={a: 1}"
     rows = [*csv.DictReader((tmp_path / "out" / "runs.csv").open())]
@@ -93,7 +93,7 @@ def test_what_it_cannot_use_is_refused_before_it_trains(
 def test_no_text_of_the_picture_is_cut(link, monkeypatch):
     monkeypatch.syspath_prepend(str(REPOSITORY / "scripts"))
     script = pytest.importorskip("accuracy_against_bytes")
-    run = {"label": "ddp", "link": link, "seed": 0, "faster": 4.0, "cores_are_short": True}
+    run = {"label": "ddp", "link": link, "seed": 0, "speedup": 4.0, "cores_are_short": True}
     figure = script.draw([{**run, "curve": np.ones((3, 4))}])
     FigureCanvasAgg(figure).draw()  # lays it out
     for axes in figure.axes:

@@ -118,7 +118,7 @@ def test_picture():
 def test_command(main, tmp_path, capsys):
     pytest.importorskip("lightning_mgpu.exchanges")  # they can be deleted
     (tmp_path / "mine.py").write_text(Path(__file__).read_text())
-    assert main("allreduce", "tree", "halving_doubling", "--delay_ms=2", "--mbit=50") == 0
+    assert main("trace", "tree", "halving_doubling", "--delay_ms=2", "--mbit=50") == 0
     said = capsys.readouterr().out
     assert "halving_doubling: correct for k = 4\n" in said
     assert "predicted for 2 ms and 50 Mbit/s:" in said
@@ -134,19 +134,19 @@ def test_command(main, tmp_path, capsys):
         text = (REPOSITORY / page).read_text()
         [code] = re.findall(rf"```python\n# {file}.py\n(.*?)```", text, re.DOTALL)
         (tmp_path / f"{file}.py").write_text(code)
-        [line] = re.findall(rf"python -m lightning_mgpu (allreduce {file}[^`#\n]*)", text)
-        assert main(*line.split()) == 0 and Path("allreduce.png").exists()
+        [line] = re.findall(rf"python -m lightning_mgpu (trace {file}[^`#\n]*)", text)
+        assert main(*line.split()) == 0 and Path("trace.png").exists()
         said = capsys.readouterr().out
         assert told in said
     assert "at most 1.5 n" in said  # of numbers of half the size
     assert "50.000% of the tensor to each other device" in said
-    assert main("allreduce", "exact", "ring", "power_sgd", "mine.is_late") == 0
+    assert main("trace", "exact", "ring", "power_sgd", "mine.is_late") == 0
     said = capsys.readouterr().out
     assert "power_sgd: 24 messages in 2 supersteps" in said
     assert "error of the sum: 0.00% in a step, 0.00% over 64 steps" in said  # exact
     assert "error of the sum: 100.00% in a step, 1.56% over 64 steps" in said
-    assert main("allreduce", "sharded", "--devices=1") == 0
-    assert main("allreduce", "halving_doubling", "--sweep", "--picture=times.png") == 0
+    assert main("trace", "sharded", "--devices=1") == 0
+    assert main("trace", "halving_doubling", "--sweep", "--picture=times.png") == 0
     assert Path("times.png").exists()
     for args, error in (
         (["mine.asks"], f"mine.py:{asks.__code__.co_firstlineno + 1} cannot run as written: "),
@@ -159,5 +159,5 @@ def test_command(main, tmp_path, capsys):
         (["ring", "--mb=nan"], "--mb=nan: a number from 1e-06 to 1,000,000"),
         (["ring", "--mbit=0"], "--mbit=0"),
     ):
-        assert main("allreduce", *args) == 2
+        assert main("trace", *args) == 2
         assert error in capsys.readouterr().err

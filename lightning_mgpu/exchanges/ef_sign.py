@@ -8,9 +8,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 
-def sign(X: Tensor, state: dict) -> Generator[Any, Any, Tensor]:
+def ef_sign(X: Tensor, state: dict) -> Generator[Any, Any, Tensor]:
     """Send the signs, eight in a byte, and the mean size of an entry. The error waits in `rest`."""
-    whole = X.flatten() + state.get("rest", 0)
+    whole = X.flatten() + state.get("residual", 0)
     scale, places = whole.abs().mean(), 2 ** torch.arange(8, device=X.device)
     bits = F.pad(whole >= 0, (0, -len(whole) % 8)).view(-1, 8)
     packed = (bits * places).sum(1).to(torch.uint8)
@@ -19,6 +19,6 @@ def sign(X: Tensor, state: dict) -> Generator[Any, Any, Tensor]:
         is_positive = (packed[:, None] & places).flatten()[: len(whole)] != 0
         return torch.where(is_positive, scale, -scale)
 
-    state["rest"] = whole - unpack(packed, scale)
+    state["residual"] = whole - unpack(packed, scale)
     signs = [unpack(*each) for each in (yield packed, scale)]
     return sum(signs, torch.zeros_like(whole)).view_as(X)
