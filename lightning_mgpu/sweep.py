@@ -25,7 +25,7 @@ from optuna.samplers import TPESampler
 from lightning_mgpu.cli.list_runs import find_runs, runs_command
 from lightning_mgpu.cli.options import one_string_per_option, options_by_name
 from lightning_mgpu.cli.yaml_files import read_config
-from lightning_mgpu.tools import LAST, UsageError, make_parser, program, replacing, run_in_group
+from lightning_mgpu.tools import LAST, UsageError, atomic_write, make_parser, program, run_in_group
 
 
 def sweep_command(arguments: list[str]) -> None:
@@ -102,7 +102,7 @@ class Sweep:
             raise UsageError(f"{path.parent} contains another sweep: use another --sweep_dir")
         if "value" in trial:
             return trial["value"]
-        with replacing(path) as part:
+        with atomic_write(path) as part:
             part.write_text(json.dumps(trial))
         args = [f"--{option}={trial['params'][option]}" for option in self.space]
         print(f"{path.stem}:", *args, f"(log: {log.name})", flush=True)
@@ -121,7 +121,7 @@ class Sweep:
         has_ended = run.get("state") in ("finished", "stopped")
         value = run.get(self.metric, math.nan) if has_ended else math.nan
         trial["value"] = value if math.isfinite(value) else None
-        with replacing(path) as part:
+        with atomic_write(path) as part:
             part.write_text(json.dumps(trial))
         print(f"{path.stem}: {self.metric} {value:.4f}", flush=True)
         return trial["value"]

@@ -64,7 +64,7 @@ class UsageError(Exception):
 
 
 @contextlib.contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def atomic_write(path: Path) -> Iterator[Path]:
     """The name to write to. The file replaces `path` once it is on disk; after an error it goes."""
     part = path.with_name(f"{PART}{path.name}")  # beside it, and some writers go by the suffix
     part.unlink(missing_ok=True)  # a link would be written through

@@ -78,8 +78,8 @@ def check_options(line: list[str]) -> None:
             raise UsageError("--trainer.fast_dev_run: it writes nothing")
         num, every = trainer.limit_train_batches, trainer.val_check_interval
         if isinstance(num, int) and isinstance(every, int) and num < every:
-            told = f"fewer batches than --trainer.val_check_interval={every}"
-            raise UsageError(f"--trainer.limit_train_batches={num}: {told}")
+            reason = f"fewer batches than --trainer.val_check_interval={every}"
+            raise UsageError(f"--trainer.limit_train_batches={num}: {reason}")
 
 
 def train(out: Path, label: str, line: list[str], about: dict[str, Any]) -> dict[str, Any]:
@@ -156,8 +156,8 @@ def draw(found: list[dict[str, Any]]) -> Figure:
         seeds = ", ".join(sorted({str(each["seed"]) for each in found}))
         by_seconds.set_title(f"mean and range; seeds: {seeds}", loc="right", fontsize=10)
         is_short = any(each.get("cores_are_short") for each in found)
-        told = "\n(cores were short: do not trust them)" if is_short else ""
-        by_seconds.set(xlabel=f"seconds of training, with its evaluations{told}")
+        reason = "\n(cores were short: do not trust them)" if is_short else ""
+        by_seconds.set(xlabel=f"seconds of training, with its evaluations{reason}")
         by_seconds.set_xlim(left=0)
         by_seconds.legend(loc="lower right", fontsize=8)
         for axes in (by_mb, by_seconds):

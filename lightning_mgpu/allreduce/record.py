@@ -131,8 +131,8 @@ class Recorded(Tensor):
             with torch._C.DisableTorchFunctionSubclass(), torch.inference_mode(False):
                 return func(*args, **kwargs or {})
         except Exception as error:
-            told = f"while it is recorded, tensors have no values or memory ({summarize(error)})"
-            recorder.refuse(told)
+            reason = f"while it is recorded, tensors have no values or memory ({summarize(error)})"
+            recorder.refuse(reason)
 
     @classmethod
     def __torch_dispatch__(cls, *args: Any, **kwargs: Any) -> Any:

@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 
 from lightning_mgpu.runs.checkpoints import BestCheckpoint
 from lightning_mgpu.runs.metrics import STAGE_AND_METRIC, Points, read_points
-from lightning_mgpu.tools import errors_as_warnings, replacing
+from lightning_mgpu.tools import atomic_write, errors_as_warnings
 
 
 def draw_curve(trainer: Any, upload: bool) -> None:
@@ -51,7 +51,7 @@ def save_picture(trainer: Any, figure: Figure, filename: str, upload: bool = Tru
     if trainer.fast_dev_run or not trainer.is_global_zero:
         return
     path = Path(trainer.default_root_dir, filename)
-    with replacing(path) as part:
+    with atomic_write(path) as part:
         figure.savefig(part, dpi=110, bbox_inches="tight")
     for logger in trainer.loggers if upload else []:
         if isinstance(logger, WandbLogger):

@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.utils.data import Subset
 
 from lightning_mgpu.callbacks.pictures import label_names
-from lightning_mgpu.tools import replacing
+from lightning_mgpu.tools import atomic_write
 
 
 class PredictionWriter(BasePredictionWriter):
@@ -39,7 +39,7 @@ class PredictionWriter(BasePredictionWriter):
         elif trainer.is_global_zero and not trainer.fast_dev_run:
             rows = {row[0]: row for table in tables if table for row in zip(*table.values())}
             path = Path(trainer.default_root_dir, "predictions.csv")
-            with replacing(path) as part, part.open("w", newline="") as file:
+            with atomic_write(path) as part, part.open("w", newline="") as file:
                 writer = csv.writer(file, lineterminator="\n")
                 writer.writerow(tables[0] or ())
                 writer.writerows(rows[index] for index in sorted(rows))
@@ -48,8 +48,8 @@ class PredictionWriter(BasePredictionWriter):
 
 def gather_tables(trainer: Any, own: dict | None) -> list[dict | None]:
     """The tables of all processes."""
-    if meeting := getattr(trainer.strategy, "meeting", None):  # while it waits, Ctrl-C ends it
-        return list(meeting.gather_objects(own, "predictions"))
+    if control := getattr(trainer.strategy, "control", None):  # while it waits, Ctrl-C ends it
+        return list(control.all_gather_objects(own, "predictions"))
     tables = [own] * trainer.world_size
     if trainer.world_size > 1:
         dist.all_gather_object(tables, own)

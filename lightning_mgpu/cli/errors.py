@@ -15,7 +15,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lightning_mgpu.cli.help import OPTIONS
-from lightning_mgpu.distributed.processes import ProcessEnded
+from lightning_mgpu.distributed.processes import PeerFailure
 from lightning_mgpu.tools import UsageError, did_you_mean, last_part, printable
 
 TRACEBACK_FLAG = "--traceback"
@@ -65,7 +65,7 @@ def one_line_errors(show_traceback: bool) -> Iterator[None]:
             lines = [f"{missing[0]}: pip install {missing[1]}"]
         text = "\n".join(printable(line[:500]) for line in lines[:6])
         rank = getattr(rank_zero_only, "rank", 0)
-        is_reason = not isinstance(error, ProcessEnded) or text.startswith("waited")
+        is_reason = not isinstance(error, PeerFailure) or text.startswith("waited")
         if rank > 0:
             time.sleep(1)  # the first process, if it ends by the same, ends this one meanwhile
             text = f"[process {rank}] {text}"
@@ -77,7 +77,7 @@ def one_line_errors(show_traceback: bool) -> Iterator[None]:
 def is_mistake(error: BaseException) -> bool:
     """Whether an exception tells of a wrong input rather than of a defect in the code."""
     # an OSError: a file is missing, a disk is full
-    if isinstance(error, (OSError, UsageError, ProcessEnded, MisconfigurationException)):
+    if isinstance(error, (OSError, UsageError, PeerFailure, MisconfigurationException)):
         return True
     # by torch, where a model or its optimizer has changed since a checkpoint
     is_changed = re.match(r"Error\(s\) in loading state_dict|loaded state dict", str(error))

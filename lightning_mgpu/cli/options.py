@@ -34,7 +34,7 @@ class Options:
     """The options of a subcommand."""
 
     args: list[str]  # as jsonargparse takes them, each option and its value in one string
-    given: dict[str, Any]  # by flags and in files, by name: `{"trainer.devices": "2"}`
+    cli_overrides: dict[str, Any]  # by flags and in files, by name: `{"trainer.devices": "2"}`
     base: dict[str, Any]  # the configuration that they change, nested
     run_dir: Path | None  # of the run to resume
 
@@ -46,13 +46,13 @@ def read_options(subcommand: str, args: Sequence[str]) -> Options:
         raise UsageError("--resume: with which run? --resume=last, or --resume=runs/NAME")
     resumed = [arg.partition("=")[2] for arg in joined if arg.startswith("--resume=")]
     joined = [arg for arg in joined if not arg.startswith("--resume=")]
-    given = options_by_name(joined)
-    if empty := [name for name in PATHS if given.get(name) == ""]:
+    overrides = options_by_name(joined)
+    if empty := [name for name in PATHS if overrides.get(name) == ""]:
         raise UsageError(f"--{empty[0]}= names nothing: give a path, or leave the option out")
-    ckpt_path, run_dir = given.get("ckpt_path"), None
+    ckpt_path, run_dir = overrides.get("ckpt_path"), None
     if subcommand == "fit" and ckpt_path:
         raise UsageError("--ckpt_path: `fit` goes on by --resume=RUN, or starts by --weights=FILE")
-    if ckpt_path and given.get("weights"):
+    if ckpt_path and overrides.get("weights"):
         raise UsageError("--weights: --ckpt_path has the weights, too: leave one out")
     if resumed and subcommand != "fit":
         raise UsageError("--resume: only `fit` can go on with a run")
@@ -63,14 +63,14 @@ def read_options(subcommand: str, args: Sequence[str]) -> Options:
         base = yaml_files.read_run_config(run_dir / CONFIG)
         base.setdefault("weights", read_run_json(run_dir).get("weights"))
     else:
-        path = ckpt_path or given.get("weights")
-        base = read_default_config() | (config_of(path, given) if path else {})
+        path = ckpt_path or overrides.get("weights")
+        base = read_default_config() | (config_of(path, overrides) if path else {})
         for key in ("model", "data"):  # a class that is named starts from its own defaults
-            named = given.get(key)
+            named = overrides.get(key)
             if named and last_part(named) != last_part(base.get(key, {}).get("class_path")):
                 base[key] = {"class_path": named}
-    refuse_old_names(flatten(base) | given)
-    return Options(expand_names(joined, given, base), given, base, run_dir)
+    refuse_old_names(flatten(base) | overrides)
+    return Options(expand_names(joined, overrides, base), overrides, base, run_dir)
 
 
 def refuse_old_names(options: dict[str, Any]) -> None:
@@ -110,38 +110,39 @@ def one_string_per_option(args: Sequence[str]) -> list[str]:
 
 
 def options_by_name(args: Sequence[str]) -> dict[str, Any]:
-    """The options given, as flags and in files, by their name on the command line."""
-    given: dict[str, Any] = {}
+    """Options given as flags and in files, by their name on the command line."""
+    overrides: dict[str, Any] = {}
     for arg in args:
         name, _, text = arg.removeprefix("--").partition("=")
         value: Any = text
         if name == "config":
-            given |= flatten(read_config(text))
+            overrides |= flatten(read_config(text))
         elif arg.startswith("--"):
             with suppress(UsageError):  # other texts begin with a brace, too: {epoch}-{val_loss}
                 value = read_config(text) if text.startswith("{") else text
-            given |= flatten({name.rstrip("+"): value})
-    return given
+            overrides |= flatten({name.rstrip("+"): value})
+    return overrides
 
 
-def config_of(ckpt_path: str, given: dict[str, Any]) -> dict[str, Any]:
+def config_of(ckpt_path: str, overrides: dict[str, Any]) -> dict[str, Any]:
     """Model, data and seed of the run that a checkpoint belongs to."""
-    checkpoint = read_checkpoint(ckpt_path, bare=bool(given.get("weights")))
-    if given.get("ckpt_path") and "pytorch-lightning_version" not in checkpoint:
+    checkpoint = read_checkpoint(ckpt_path, bare=bool(overrides.get("weights")))
+    if overrides.get("ckpt_path") and "pytorch-lightning_version" not in checkpoint:
         raise UsageError(f"--ckpt_path={ckpt_path}: a Trainer has not written it")
     path = config_beside(ckpt_path)
-    if path is None and "model" not in given:
+    if path is None and "model" not in overrides:
         raise UsageError(f"{ckpt_path} is in no run directory: give --config=FILE, or --model")
     config = yaml_files.read_run_config(path) if path else {}
     return {key: config[key] for key in ("seed_everything", "model", "data") if key in config}
 
 
-def expand_names(args: list[str], given: dict[str, Any], base: dict[str, Any]) -> list[str]:
+def expand_names(args: list[str], overrides: dict[str, Any], base: dict[str, Any]) -> list[str]:
     """The arguments with classes for names where jsonargparse needs one: for help and options."""
-    name = given.get("trainer.strategy") or (base.get("trainer") or {}).get("strategy") or "auto"
+    trainer = base.get("trainer") or {}
+    name = overrides.get("trainer.strategy") or trainer.get("strategy") or "auto"
     helps = {"--help.all": "--help"} | ({} if name == "auto" else {HELP: f"{HELP}={name}"})
     for key in ("model", "data"):
-        helps[f"--{key}.help"] = f"--{key}.help={given.get(key) or base[key]['class_path']}"
+        helps[f"--{key}.help"] = f"--{key}.help={overrides.get(key) or base[key]['class_path']}"
     args = [full_path(helps.get(arg, arg)) for arg in args]
     flags = [arg for arg in args if arg.startswith(f"{STRATEGY}=")]
     options = [arg for arg in args if arg.startswith(f"{STRATEGY}.") and ".help=" not in arg]

@@ -29,7 +29,7 @@ from lightning_mgpu.cli.help import OPTIONS
 from lightning_mgpu.cli.options import PATHS, Options, read_options
 from lightning_mgpu.cli.yaml_files import dump_config
 from lightning_mgpu.devices import devices
-from lightning_mgpu.distributed.processes import ProcessEnded
+from lightning_mgpu.distributed.processes import PeerFailure
 from lightning_mgpu.runs import checkpoints
 from lightning_mgpu.runs.directory import MODEL, RUN_DIR_ENV, flatten, name_run_dir
 from lightning_mgpu.runs.metrics import NoLogger, summarize
@@ -94,7 +94,7 @@ class TrainingCLI(LightningCLI):
         self.method_options = parser.add_method_arguments(Trainer, self.method, skip=skip)
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        for name, value in self.options.given.items():
+        for name, value in self.options.cli_overrides.items():
             if str(value).startswith("pytorch_lightning."):
                 raise UsageError(f"--{name}={value}: write lightning.pytorch instead")
         self.config = self.parse(self.options.args)
@@ -121,7 +121,7 @@ class TrainingCLI(LightningCLI):
         except ArgumentError as error:
             known = [*self.parser._option_string_actions, *(name.split()[0] for name in OPTIONS)]
             known += self.options_of_classes(base, args)
-            raise UsageError(explain(str(error), self.options.given, known)) from error
+            raise UsageError(explain(str(error), self.options.cli_overrides, known)) from error
 
     def options_of_classes(self, base: str, args: list[str]) -> list[str]:
         """The options of the classes given, found without the others, of which one is wrong."""
@@ -144,15 +144,15 @@ class TrainingCLI(LightningCLI):
         self.best, self.output = objects.checkpoint, objects.output
         is_new = not self.options.run_dir and not self.weights and not self.ckpt_path
         has_loader = is_overridden("train_dataloader", self.model)
-        if is_new and has_loader and "data" not in self.options.given:
-            told = "its loaders would give way to those of --data"
-            raise UsageError(f"--model has a train_dataloader: {told}: name a data module")
+        if is_new and has_loader and "data" not in self.options.cli_overrides:
+            reason = "its loaders would give way to those of --data"
+            raise UsageError(f"--model has a train_dataloader: {reason}: name a data module")
         if not self.output.test and getattr(self.datamodule, "validates_on_test_set", False):
             raise UsageError("--output.test=false: but the data validate on the test set")
         self.output.notes, seed = self.notes, self.config.seed_everything
         saves = objects.trainer.enable_checkpointing is not False
         self.last = checkpoints.LastCheckpoint(seed, saves, self.weights)
-        content = {"command": command_line, "options": self.options.given, "seed": seed}
+        content = {"command": command_line, "options": self.options.cli_overrides, "seed": seed}
         self.record = RunRecord(
             self.run_dir,
             config=self.config_text,
@@ -170,11 +170,11 @@ class TrainingCLI(LightningCLI):
 
     def choose_run_dir(self) -> None:
         """The directory of a new run, or that of the run to resume, and its last checkpoint."""
-        given, trainer = self.options.given, self.config.trainer
+        overrides, trainer = self.options.cli_overrides, self.config.trainer
         self.ckpt_path: str | None = self.config.get("ckpt_path")
         self.num_steps: int | None = None
         if self.options.run_dir is None:
-            words = [given.get(f"trainer.{name}", "auto") for name in ("strategy", "devices")]
+            words = [overrides.get(f"trainer.{name}", "auto") for name in ("strategy", "devices")]
             parts = map(last_part, (self.config.model.class_path, *words))
             self.run_dir = name_run_dir(self.config.run_dir, trainer.default_root_dir, *parts)
         else:
@@ -211,7 +211,7 @@ class TrainingCLI(LightningCLI):
             "enable_checkpointing": True,  # as RunOutput is a Checkpoint
             "enable_progress_bar": options.enable_progress_bar is not False and any(bars),
             "logger": loggers,
-            "plugins": [*as_list(options.plugins), checkpoints.WholeFiles()],
+            "plugins": [*as_list(options.plugins), checkpoints.AtomicCheckpointIO()],
         }
         with constructor_errors(TypeError):
             trainer = Trainer(**{**options, **changes})
@@ -289,12 +289,12 @@ class TrainingCLI(LightningCLI):
             strategy: Any = self.trainer.strategy
             who = "process 0" if strategy.global_rank else "another process"
             seconds = strategy._timeout.total_seconds()
-            error = ProcessEnded(f"waited {seconds:.0f} s (`timeout`) for {who}")
-        if isinstance(error, ProcessEnded) or "/gloo/transport/" in str(error):
-            return ProcessEnded(f"{str(error).partition('. This is ')[0]}; {way_on}")
+            error = PeerFailure(f"waited {seconds:.0f} s (`timeout`) for {who}")
+        if isinstance(error, PeerFailure) or "/gloo/transport/" in str(error):
+            return PeerFailure(f"{str(error).partition('. This is ')[0]}; {way_on}")
         if isinstance(error, OSError):
-            told = "\n".join([str(error).strip(), *getattr(error, "__notes__", ())])
-            return UsageError(f"{told}; once that is mended, {way_on}")
+            reason = "\n".join([str(error).strip(), *getattr(error, "__notes__", ())])
+            return UsageError(f"{reason}; once that is mended, {way_on}")
         return error
 
 

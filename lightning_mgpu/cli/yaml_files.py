@@ -86,8 +86,8 @@ def refuse_twice(mapping: yaml.MappingNode) -> None:
     for key, _ in mapping.value:
         name, line = (key.tag, str(key.value)), key.start_mark.line + 1
         if name in lines:
-            told = f"in line {lines[name]} and in line {line}: keep one"
-            raise yaml.YAMLError(f"{key.value} is given twice, {told}")
+            reason = f"in line {lines[name]} and in line {line}: keep one"
+            raise yaml.YAMLError(f"{key.value} is given twice, {reason}")
         lines[name] = line
 
 

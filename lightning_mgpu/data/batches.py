@@ -19,7 +19,7 @@ from torch.utils import data
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from lightning_mgpu.distributed.sharding.reader import (
-    ShardKeys,
+    ShardIndices,
     ShardReader,
     cut_indices,
     take_batch,
@@ -70,13 +70,13 @@ class GlobalBatchSampler(data.DistributedSampler):
             order = torch.randperm(len(order), generator=generator)
         return map(Tensor.tolist, self._split(order))
 
-    def __iter__(self) -> Iterator[ShardKeys]:
+    def __iter__(self) -> Iterator[ShardIndices]:
         self.seen_batch_indices: list[list[int]] = []
         for number, batch in enumerate(self.whole_batches()):
-            of_pass = number, self.pass_seed, self.epoch
-            keys = cut_indices(batch, self.num_replicas, self.rank, *of_pass)
-            self.seen_batch_indices.append(keys.indices)
-            yield keys
+            epoch_key = number, self.pass_seed, self.epoch
+            indices = cut_indices(batch, self.num_replicas, self.rank, *epoch_key)
+            self.seen_batch_indices.append(indices.samples)
+            yield indices
 
     def __len__(self) -> int:
         return len(self.sizes)

@@ -16,7 +16,7 @@ from urllib.request import urlopen
 
 from torchvision.datasets import FashionMNIST
 
-from lightning_mgpu.tools import replacing
+from lightning_mgpu.tools import atomic_write
 
 # name -> MD5 of the uncompressed bytes: compressors differ, these do not
 FILES = {
@@ -55,7 +55,7 @@ def ensure_fashion_mnist(root: str | Path, files: Mapping[str, str] = FILES) -> 
             try:
                 directory = find_directory(Path(work))
                 for name, md5 in files.items():
-                    with replacing(raw / name) as part:
+                    with atomic_write(raw / name) as part:
                         part.write_bytes(_read(directory / name))
                         if not _is_good(part, md5):
                             raise RuntimeError(f"{directory / name} is damaged")

@@ -9,7 +9,7 @@ from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
-from lightning_mgpu.exchanges.route import Plan, State, run_exchanges, run_here
+from lightning_mgpu.exchanges.route import RoundLayout, State, run_exchanges, run_here
 
 SHAPES: Any = ((), (7,), (24, 30), (6, 4, 5, 5), (5003,))
 
@@ -52,7 +52,7 @@ def call_three_times(exchange: Any, k: int, like: dict[str, Tensor]) -> bytes:
     """The results of three calls, each with the states of the call before, and the last states."""
     generator = torch.Generator().manual_seed(0)
     datas: list[dict[str, Any]] = [{name: {} for name in like} for _ in range(k)]
-    returned, plan = list[Tensor](), Plan()
+    returned, plan = list[Tensor](), RoundLayout()
     for call in range(3):
         replicas = [
             {name: torch.randn(p.shape, generator=generator).to(p) for name, p in like.items()}

@@ -148,15 +148,15 @@ class LocalSGDStrategy(ExchangeStrategy):
 
     def reset_states(self) -> None:
         super().reset_states()
-        self._num_updates = self._facts = 0  # since differences have left
+        self._num_updates = self._invariants = 0  # since differences have left
         self._is_under_way, self.weights_are_equal = False, True
         self._weights: Gradients = {}  # the last common ones
 
     @torch.no_grad()
     def exchange_gradients(self, gradients: Gradients, share: float) -> None:
         """Nothing is sent: the gradient is the mean over this replica's own shard."""
-        facts = [shard.facts for shard in self.shards]
-        self._facts = crc32(repr(facts).encode(), self._facts)
+        invariants = [shard.invariants for shard in self.shards]
+        self._invariants = crc32(repr(invariants).encode(), self._invariants)
         sums = {p: torch.empty_like(p).copy_(g) for p, g in gradients.items()}
         self.set_sums(sums)
 
@@ -228,8 +228,8 @@ class LocalSGDStrategy(ExchangeStrategy):
         """Invariants since differences were sent for the last time."""
         lrs = [group["lr"] for each in self.optimizers for group in each.param_groups]
         names = [name for name, p in self.module.named_parameters() if p in self._weights]
-        facts, self._facts = self._facts, 0
-        return {"since_last": crc_of((facts, checksum(lrs), names)), **self.batch_invariants()}
+        invariants, self._invariants = self._invariants, 0
+        return {"since_last": crc_of((invariants, checksum(lrs), names)), **self.batch_invariants()}
 
     def _move_weights(self, steps: Gradients, mix: float) -> None:
         """The step of the common weights X. The replica goes on from X, or from its own and X."""
@@ -255,9 +255,9 @@ class LocalSGDStrategy(ExchangeStrategy):
         self.exchange_weights()
         return super().lightning_module_state_dict()
 
-    def find_settings(self) -> dict[str, Any]:
+    def get_settings(self) -> dict[str, Any]:
         names = ["sync_every", "outer_lr", "outer_momentum"]
         names += ["sync_delay", "mix"] if self.sync_delay else []
         own = {f"strategy.{name}": getattr(self, name) for name in names}
         outer = {"strategy.outer_step": path_of(self.outer_step) if self.outer_step else None}
-        return {**super().find_settings(), **own, **outer}
+        return {**super().get_settings(), **own, **outer}

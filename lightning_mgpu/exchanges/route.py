@@ -2,7 +2,7 @@
 
 In a round, every generator that is not over yields tensors. All tensors of a replica travel in one
 row of bytes, and every process gets the rows of all replicas, by one message. Replicas agree on the
-tensors of each round in the first update of a bucket (`Plan`), and may not change them later.
+tensors of each round in a bucket's first update (`RoundLayout`), and may not change them later.
 """
 
 from collections import UserDict
@@ -30,46 +30,47 @@ class State(UserDict):
         self.seed = seed  # of the fit: the same in all replicas, and after a resume
 
 
-class Plan:
-    """What one replica sends in each round, in words, by parameter. In the last it is nothing.
+class RoundLayout:
+    """A description of what one replica sends in each round, by parameter.
 
     Args:
-        meeting: Where processes compare what they send first. None: all replicas are here.
+        control: The control plane, by which processes compare what they send in the first update.
+            None: all replicas are in this process.
     """
 
-    def __init__(self, meeting: Any = None) -> None:
-        self.meeting, self.rounds, self.is_complete = meeting, list[dict[str, str]](), False
+    def __init__(self, control: Any = None) -> None:
+        self.control, self.rounds, self.is_complete = control, list[dict[str, str]](), False
 
     def check(self, number: int, sent: list[dict[str, Any]], running: Any) -> None:
-        """Raise a RuntimeError if a replica here does not send what the plan says."""
-        told = [{name: describe(x) for name, x in each.items()} for each in sent]
+        """Raise a RuntimeError if a replica here does not send what the layout says."""
+        layouts = [{name: describe(x) for name, x in each.items()} for each in sent]
         if not self.is_complete:
-            self._compare(told, running)
-            self.rounds.append(told[0])
+            self._compare(layouts, running)
+            self.rounds.append(layouts[0])
         planned = self.rounds[number] if number < len(self.rounds) else {}
-        for name, what in [item for each in told for item in each.items()]:
+        for name, what in [item for each in layouts for item in each.items()]:
             if what != planned.get(name):
                 raise RuntimeError(
                     f"{name}: an exchange sends {what} in place of {planned.get(name)}, other "
                     "shapes than in its first step: pad them."
                 )
 
-    def _compare(self, told: list[dict[str, str]], running: dict[str, list[Any]]) -> None:
+    def _compare(self, layouts: list[dict[str, str]], running: dict[str, list[Any]]) -> None:
         """All replicas must send the same in the first update."""
-        rows = np.array([[checksum(what) for what in each.values()] for each in told])
-        if self.meeting is not None:
-            rows = self.meeting.gather(rows.reshape(-1), "an exchange")
+        rows = np.array([[checksum(what) for what in each.values()] for each in layouts])
+        if self.control is not None:
+            rows = self.control.all_gather(rows.reshape(-1), "an exchange")
         rows = rows.reshape(-1, len(running))
         if not (rows != rows[0]).any():
             return
-        if self.meeting is not None:
-            told = self.meeting.gather_objects(told[0], "shapes of an exchange")
+        if self.control is not None:
+            layouts = self.control.all_gather_objects(layouts[0], "shapes of an exchange")
         for replica, i in np.argwhere(rows != rows[0]).tolist():
             name, waiting = [*running.items()][i]
             lines = [each.gi_yieldfrom.gi_frame.f_lineno for each in waiting if each.gi_yieldfrom]
             raise RuntimeError(
-                f"{name}, waiting in line {lines}: replica {replica} sends {told[replica][name]}, "
-                f"but replica 0 sends {told[0][name]}"
+                f"{name}, waiting in line {lines}: replica {replica} sends "
+                f"{layouts[replica][name]}, but replica 0 sends {layouts[0][name]}"
             )
 
 
@@ -83,7 +84,7 @@ def run_exchanges(
     replicas: list[dict[str, Tensor]],  # the X of each replica here: it may be changed
     states: list[dict[str, State]],  # of the same replicas
     num_processes: int,
-    plan: Plan,
+    layout: RoundLayout,
 ) -> Generator[Message, Any, tuple[list[Tensor], int]]:
     """Yields the rows of the replicas here, and gets those of all.
 
@@ -107,7 +108,7 @@ def run_exchanges(
     for number in count():
         by_name = {name: [each.send(received[name]) for each in running[name]] for name in running}
         sent = [{name: xs[i] for name, xs in by_name.items()} for i in range(len(replicas))]
-        plan.check(number, sent, running)
+        layout.check(number, sent, running)
         if not any(tensors_of(x) for x in sent[0].values()):
             break
         rows = [[to_bytes(X) for x in each.values() for X in tensors_of(x)] for each in sent]
@@ -116,7 +117,7 @@ def run_exchanges(
         num_bytes_here = len(row) // len(sent)
         received = unpack(sent[0], [*everything.view(-1, num_bytes_here)])
         num_bytes += num_bytes_here
-    plan.is_complete = True
+    layout.is_complete = True
     return take_results(planned, results), num_bytes
 
 

@@ -21,7 +21,7 @@ from lightning_mgpu.allreduce import textbook_allreduce
 from lightning_mgpu.distributed.comm.buckets import Bucket, Gradients
 from lightning_mgpu.distributed.comm.schedules import MessageSchedule
 from lightning_mgpu.exchanges.check import SHAPES, check_exchange, path_of
-from lightning_mgpu.exchanges.route import Plan, State, exact, run_exchanges
+from lightning_mgpu.exchanges.route import RoundLayout, State, exact, run_exchanges
 from lightning_mgpu.strategies import ManualAllreduceStrategy
 from lightning_mgpu.strategies.manual_allreduce import name_of
 from lightning_mgpu.tools import EXCHANGE, LAST
@@ -99,7 +99,7 @@ class ExchangeStrategy(ManualAllreduceStrategy):
                 "An exchange that keeps a state, and one of weights, need automatic optimization, "
                 "no LBFGS, and no GradScaler: bf16-mixed in place of 16-mixed."
             )
-        self._plans: dict[Any, Plan] = {}  # by the keys of states that a bucket has
+        self._plans: dict[Any, RoundLayout] = {}  # by the keys of states that a bucket has
         self.reset_states()
 
     def reset_states(self) -> None:
@@ -128,7 +128,7 @@ class ExchangeStrategy(ManualAllreduceStrategy):
             name = key[0]
             states[name] = State(name, self.global_rank, self.world_size, data, self._seed)
             copies[name] = X if self.flat else X.view_as(group[0])
-        plan = self._plans.setdefault((*groups,), Plan(self.meeting))
+        plan = self._plans.setdefault((*groups,), RoundLayout(self.control))
         route = run_exchanges(self._function, [copies], [states], self.world_size, plan)
         return self._split_results(bucket, [*groups.values()], route)
 
@@ -203,15 +203,15 @@ class ExchangeStrategy(ManualAllreduceStrategy):
         if Path(filepath).name == LAST and not is_interrupted:  # states are large
             optimizers = [each.state_dict() for each in self.optimizers if self.saves_optimizers]
             own = move_data_to_device([self._states, optimizers], "cpu")
-            parts = self.meeting.gather_objects(own, "states")
+            parts = self.control.all_gather_objects(own, "states")
             checkpoint[EXCHANGE] = {
-                "settings": self.find_settings(),
+                "settings": self.get_settings(),
                 "replicas": dict(enumerate(parts)),
                 "num_bytes": self.num_bytes.tolist(),
             }
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
-    def find_settings(self) -> dict[str, Any]:
+    def get_settings(self) -> dict[str, Any]:
         """What a resumed run must not change, by the name of its flag."""
         own = {"strategy.exchange": path_of(self.exchange), "strategy.options": self.options}
         return {**own, "strategy.flat": self.flat or None, self.flag_of_k: self.world_size}
@@ -231,7 +231,7 @@ class ExchangeStrategy(ManualAllreduceStrategy):
         super().load_optimizer_state_dict(checkpoint)
 
     def _restore(self, saved: dict[str, Any]) -> list[Any]:
-        before, own = saved["settings"], self.find_settings()
+        before, own = saved["settings"], self.get_settings()
         for flag in before | own:
             if before.get(flag) != own.get(flag):
                 raise MisconfigurationException(

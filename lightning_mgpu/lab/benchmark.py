@@ -83,7 +83,7 @@ def complete(line: list[str]) -> list[str]:
     if program() == PACKAGE:  # a project may add options to `fit`
         TrainingCLI("fit", options)
     is_ours = options.base["data"]["class_path"] == f"{PACKAGE}.data.FashionMNIST"
-    is_chosen = {"data", "data.source"} & options.given.keys()
+    is_chosen = {"data", "data.source"} & options.cli_overrides.keys()
     return [*line, "--data.source=synthetic"] if is_ours and not is_chosen else line
 
 

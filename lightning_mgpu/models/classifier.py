@@ -209,11 +209,13 @@ class Classifier(LightningModule):
         self._copy_metrics()  # if `setup` of a subclass has not called ours
         logits = self(X)  # (N, num_classes)
         if not isinstance(logits, Tensor):
-            told = "override `forward`, which has to return a tensor"
-            raise ValueError(f"self.net returns a {type(logits).__name__} without `logits`: {told}")
+            reason = "override `forward`, which has to return a tensor"
+            raise ValueError(
+                f"self.net returns a {type(logits).__name__} without `logits`: {reason}"
+            )
         if logits.ndim < 2 or logits.shape[1] < 2:
-            told = "of one logit, the largest one says nothing: take two, or a LightningModule"
-            raise ValueError(f"logits of shape {tuple(logits.shape)}: {told}")
+            reason = "of one logit, the largest one says nothing: take two, or a LightningModule"
+            raise ValueError(f"logits of shape {tuple(logits.shape)}: {reason}")
         given = self.compute_loss(logits, y)
         loss, weight = given if isinstance(given, tuple) else (given, None)
         getattr(self, f"{stage}_loss").update(loss.detach(), len(y) if weight is None else weight)

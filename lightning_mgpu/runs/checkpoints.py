@@ -21,7 +21,7 @@ from torch.serialization import get_unsafe_globals_in_checkpoint
 from torch.utils._pytree import tree_map_only
 
 from lightning_mgpu.seeds import VERSION, seed_generators
-from lightning_mgpu.tools import EXCHANGE, LAST, UsageError, printable, replacing
+from lightning_mgpu.tools import EXCHANGE, LAST, UsageError, atomic_write, printable
 
 END = "end.ckpt"  # the weights at the end of a run that has stopped within an epoch
 KEY = "lightning_mgpu"  # under which a checkpoint has what `LastCheckpoint` adds to Lightning's
@@ -63,7 +63,7 @@ def load_weights(module: LightningModule, path: str) -> list[str]:
     return [name for name in own | given if name not in fits]
 
 
-class WholeFiles(TorchCheckpointIO):
+class AtomicCheckpointIO(TorchCheckpointIO):
     """Writes a checkpoint beside its name and renames it: a kill leaves the old one, or none."""
 
     def save_checkpoint(
@@ -80,7 +80,7 @@ class WholeFiles(TorchCheckpointIO):
         if classes := get_unsafe_globals_in_checkpoint(content):  # such as NumPy arrays
             raise UsageError(f"{path} could not be read again: it holds objects of {classes}")
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        with replacing(Path(path)) as part:
+        with atomic_write(Path(path)) as part:
             part.write_bytes(content.getbuffer())
 
     def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -108,9 +108,9 @@ class BestCheckpoint(ModelCheckpoint):
             raise ValueError(f"--checkpoint.monitor={monitor}: add --checkpoint.mode=min, or max")
         by_steps = kwargs.get("every_n_train_steps") or kwargs.get("train_time_interval")
         if by_steps and (monitor or "").startswith("val"):
-            told = "would have the value of an earlier one: add --checkpoint.monitor=null"
+            reason = "would have the value of an earlier one: add --checkpoint.monitor=null"
             why = f"--checkpoint.monitor={monitor}: checkpoints between validations"
-            raise ValueError(f"{why} {told}")
+            raise ValueError(f"{why} {reason}")
         super().__init__(
             dirpath=None,  # `RunRecord` sets it
             monitor=monitor,
@@ -179,8 +179,8 @@ class LastCheckpoint(Callback):
         if trainer.strategy.broadcast(has) != has:
             raise UsageError("only some machines have the run's last.ckpt: they must share a disk")
         if self.num_optimizers not in (None, num):  # Lightning would restore what there is
-            told = f"has the states of {self.num_optimizers} optimizers, and the model {num}"
-            raise UsageError(f"{trainer.ckpt_path} {told}: start a new run by --weights")
+            reason = f"has the states of {self.num_optimizers} optimizers, and the model {num}"
+            raise UsageError(f"{trainer.ckpt_path} {reason}: start a new run by --weights")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.first_epoch = trainer.current_epoch

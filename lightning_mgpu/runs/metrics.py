@@ -13,7 +13,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.loggers.logger import DummyExperiment, DummyLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-from lightning_mgpu.tools import UsageError, replacing
+from lightning_mgpu.tools import UsageError, atomic_write
 
 FILE = "metrics.csv"
 STAGE_AND_METRIC = re.compile(r"(train|val)(?:ing|id|idation)?[/_.](.+)")  # `train/loss`, `val_f1`
@@ -62,8 +62,8 @@ class MetricsFile(NoLogger):
                 kept = [row for row in rows if int(row["step"] or num_steps) < num_steps]
                 self.seconds = max((float(row.get("seconds") or 0) for row in kept), default=0.0)
             except (KeyError, ValueError) as error:
-                told = f"{run_dir / FILE}: step and seconds must be columns of numbers"
-                raise UsageError(f"{told} ({error}); move it away") from error
+                reason = f"{run_dir / FILE}: step and seconds must be columns of numbers"
+                raise UsageError(f"{reason} ({error}); move it away") from error
             self.rewrite(kept)
 
     @property
@@ -92,7 +92,7 @@ class MetricsFile(NoLogger):
 
     @rank_zero_only
     def rewrite(self, rows: Iterable[dict[str, str]]) -> None:
-        with replacing(self.run_dir / FILE) as part, part.open("w", newline="") as file:
+        with atomic_write(self.run_dir / FILE) as part, part.open("w", newline="") as file:
             writer = csv.DictWriter(file, self.columns)
             writer.writeheader()
             writer.writerows(rows)

@@ -38,7 +38,7 @@ from lightning_mgpu.runs.directory import (
 )
 from lightning_mgpu.runs.metrics import MetricsFile, NoExperiment, summarize
 from lightning_mgpu.runs.wandb_run import WandbOptions, start_run
-from lightning_mgpu.tools import replacing
+from lightning_mgpu.tools import atomic_write
 
 
 @dataclass(eq=False)
@@ -123,7 +123,7 @@ class RunRecord(Callback):
                 logger.began = time.monotonic()
 
     def write_text(self, name: str, text: str) -> None:
-        with replacing(self.run_dir / name) as part:
+        with atomic_write(self.run_dir / name) as part:
             part.write_text(text, encoding="utf-8")
 
     def write(self, **values: Any) -> None:

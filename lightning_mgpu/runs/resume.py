@@ -20,8 +20,8 @@ def refuse_changes(run_dir: Path, before: dict[str, Any], now: dict[str, Any]) -
     old, new = flatten(before), flatten(now)
     for key in dict.fromkeys([*new, *old]):
         if old.get(key) != new.get(key) and not f"{key}.".startswith(MAY_CHANGE):
-            told = f"{run_dir} has {old.get(key)}, which stays: leave the option out"
-            raise UsageError(f"--{key}={new.get(key)}: {told}, or start a new run by --weights")
+            reason = f"{run_dir} has {old.get(key)}, which stays: leave the option out"
+            raise UsageError(f"--{key}={new.get(key)}: {reason}, or start a new run by --weights")
 
 
 def find_last(run_dir: Path, config: dict, max_epochs: int | None) -> tuple[str | None, int]:

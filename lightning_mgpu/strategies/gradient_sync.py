@@ -16,8 +16,8 @@ from lightning_mgpu.distributed.comm.reducer import BucketReducer, SyncBucket
 from lightning_mgpu.distributed.comm.schedules import all_gather_bytes
 from lightning_mgpu.distributed.comm.transport import Transport
 from lightning_mgpu.distributed.processes.consistency import ConsistencyCheck, crc_of
-from lightning_mgpu.distributed.processes.ends import drop_group
-from lightning_mgpu.distributed.processes.meeting import Meeting
+from lightning_mgpu.distributed.processes.control_plane import ControlPlane
+from lightning_mgpu.distributed.processes.failures import drop_group
 from lightning_mgpu.strategies.buffers import read_buffers, write_buffers
 
 BUFFERS, CONTROL = "buffers", "control message"  # keys of their schedules
@@ -28,7 +28,7 @@ class GradientSync:
 
     Args:
         module: Its parameters may change between updates.
-        meeting: Exchanges control messages.
+        control: Exchanges control messages.
         consistency: What these compare, beside the parameters.
         sync_bucket: Makes the message schedule of a bucket.
         prepare_buckets: Is called with new buckets, before their first messages. Returns a number
@@ -46,7 +46,7 @@ class GradientSync:
     def __init__(
         self,
         module: nn.Module,
-        meeting: Meeting,
+        control: ControlPlane,
         consistency: ConsistencyCheck,
         sync_bucket: SyncBucket,
         prepare_buckets: Callable[[Sequence[Bucket]], int],
@@ -57,11 +57,11 @@ class GradientSync:
         device: torch.device,
         overlaps: bool,
     ) -> None:
-        self.module, self.meeting, self.consistency = module, meeting, consistency
+        self.module, self.control, self.consistency = module, control, consistency
         self.waits, self.overlaps = device.type != "cpu", overlaps and cap > 0
-        timeout = timedelta(seconds=2 * meeting.timeout)
-        self.group = dist.new_group(timeout=timeout) if meeting.size > 1 else None
-        self.transport = Transport(meeting, self.group, device.type)
+        timeout = timedelta(seconds=2 * control.timeout)
+        self.group = dist.new_group(timeout=timeout) if control.size > 1 else None
+        self.transport = Transport(control, self.group, device.type)
         args = cap, self.transport, sync_bucket, is_elementwise, in_memory
         self._make_reducer = lambda layout: BucketReducer(layout, *args)
         self._prepare_buckets = prepare_buckets
@@ -83,10 +83,10 @@ class GradientSync:
         Returns:
             The sums, for parameters of which any replica has a gradient.
         """
-        with self.meeting.span("sums"):
+        with self.control.span("sums"):
             while True:
                 row = self._start(gradients, invariants, buffers)
-                flags = self._read_flags(self.meeting.gather(row, purpose))
+                flags = self._read_flags(self.control.all_gather(row, purpose))
                 if not flags[0]:
                     sums = self._take_sums(self._reducer.finish(gradients), flags)
                     return sums | {p: g for p, g in gradients.items() if not p.numel()}
@@ -95,7 +95,7 @@ class GradientSync:
     def send(self, gradients: Gradients, invariants: Mapping[str, int]) -> None:
         """Send gradients and a control message, and return at once. `receive` gets the sums."""
         row = torch.from_numpy(self._start(gradients, invariants))
-        self.transport.start(CONTROL, all_gather_bytes(row, self.meeting.size))
+        self.transport.start(CONTROL, all_gather_bytes(row, self.control.size))
 
     def receive(self) -> Gradients:
         """The sums of the gradients that were sent."""
@@ -141,15 +141,15 @@ class GradientSync:
 
     def sync_buffers(self) -> None:
         """Synchronize the module's buffers by messages of their own."""
-        if self.num_buffer_bytes and self.meeting.size > 1:
+        if self.num_buffer_bytes and self.control.size > 1:
             self._start_buffers()
-            self.meeting.gather(np.zeros(1, np.uint8), BUFFERS)
+            self.control.all_gather(np.zeros(1, np.uint8), BUFFERS)
             write_buffers(self.module, self.transport.finish()[BUFFERS])
 
     def _start_buffers(self) -> None:
         """After the control message: gloo would abort a process that is somewhere else."""
         row = read_buffers(self.module, self.num_buffer_bytes)
-        self.transport.start(BUFFERS, all_gather_bytes(row, self.meeting.size), waits=True)
+        self.transport.start(BUFFERS, all_gather_bytes(row, self.control.size), waits=True)
 
     def prepare(self) -> None:
         """Make new buckets, if parameters have changed since the last update.
@@ -162,11 +162,11 @@ class GradientSync:
             if self._reducer is not None and self._reducer.num_started:
                 raise RuntimeError("A hook of a backward pass may not change `requires_grad`.")
             row = self.consistency.pack({"parameters": crc_of([*layout.values()])})
-            self.consistency.verify(self.meeting.gather(row, "new parameters"))
+            self.consistency.verify(self.control.all_gather(row, "new parameters"))
             self.transport.memory.clear()
             self._reducer = self._make_reducer(layout)
             row = self.consistency.pack({"plans": self._prepare_buckets(self._reducer.buckets)})
-            self.consistency.verify(self.meeting.gather(row, "new buckets"))
+            self.consistency.verify(self.control.all_gather(row, "new buckets"))
 
     @contextmanager
     def during_backward(self) -> Iterator[None]:

@@ -204,7 +204,7 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
         """For LearningRateFinder, which reads it: the mean over all replicas, in all of them."""
         loss = output["loss"] if isinstance(output, Mapping) else output
         row = np.array([loss.item(), factor])
-        rows = self.meeting.gather(row, "losses").reshape(-1, 2).tolist()
+        rows = self.control.all_gather(row, "losses").reshape(-1, 2).tolist()
         total = sum(factor for _, factor in rows)
         loss = loss.clone()  # with its own gradient
         # a loss of weight 0 may be NaN
@@ -217,7 +217,7 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
 
     def gather_weights(self, weights: np.ndarray) -> np.ndarray:
         """The weights of all replicas' losses."""
-        return self.meeting.gather(weights, "weights of losses")
+        return self.control.all_gather(weights, "weights of losses")
 
     def _begin_window(self) -> AccumulationWindow:
         """The one that has begun in this epoch, or a new one."""
@@ -270,13 +270,13 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
         shares_memory = self.uses_shared_memory and not self.as_written
         self.sync = GradientSync(
             self.module,
-            self.meeting,
+            self.control,
             self.consistency,
             self.sync_bucket,
             self.prepare_buckets,
             is_elementwise=getattr(self.allreduce, "elementwise", False),
             cap=1e6 * (default if self.bucket_cap_mb is None else self.bucket_cap_mb),
-            in_memory=shares_memory and is_on_cpu and bool(self.meeting.cells),
+            in_memory=shares_memory and is_on_cpu and bool(self.control.cells),
             device=self.root_device,
             overlaps=not edits and one_group,
         )

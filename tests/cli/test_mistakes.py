@@ -14,14 +14,14 @@ from lightning_mgpu.allreduce import textbook_allreduce
 from lightning_mgpu.cli.errors import one_line_errors
 from lightning_mgpu.cli.main import main as command_line
 from lightning_mgpu.cli.training_cli import TrainingCLI
-from lightning_mgpu.distributed.processes import ProcessEnded
+from lightning_mgpu.distributed.processes import PeerFailure
 from lightning_mgpu.runs.directory import read_run_json
 from lightning_mgpu.tools import UsageError
 
 CPU = "--trainer.accelerator=cpu"
 SMALL = f"{CPU} --trainer.devices=1 --data.source=synthetic --run_dir=a"
 MISTAKES = {  # a command line, and what its lines must say
-    "fitt": ("no subcommand 'fitt': take fit, validate, test, predict, ",),
+    "fitt": ("no subcommand 'fitt': use fit, validate, test, predict, ",),
     "fit --trainer.devcies=2": ("--trainer.devcies=2", "did you mean --trainer.devices?"),
     "fit --batch_size=3": ("did you mean --data.batch_size?",),
     "fit --model=ResNet18 --model.widht=3": ("=3:", "did you mean --model.width?"),
@@ -270,7 +270,7 @@ def test_a_process_that_has_no_reason_says_nothing(monkeypatch, capsys):
     strategy = SimpleNamespace(global_rank=1, _timeout=timedelta(seconds=12))
     cli: Any = SimpleNamespace(method="test", trainer=SimpleNamespace(strategy=strategy))
     late = DistStoreError("wait timeout after 12000ms, keys: /default_pg/0//cpu//0/0")
-    for error in (ProcessEnded("process 0 has ended"), late, UsageError("a mistake")):
+    for error in (PeerFailure("process 0 has ended"), late, UsageError("a mistake")):
         with pytest.raises(SystemExit, match="2"), one_line_errors(False):
             raise TrainingCLI.describe_end(cli, error)
     late_line, mistake = capsys.readouterr().err.splitlines()

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from lightning_mgpu.exchanges import check_exchange, ef_sign, exact, power_sgd, top_k
-from lightning_mgpu.exchanges.route import Plan, State, run_exchanges, run_here
+from lightning_mgpu.exchanges.route import RoundLayout, State, run_exchanges, run_here
 
 
 def run_once(exchange: Any, tensors: list[Tensor], datas: Any = None) -> Tensor:
     k = len(tensors)
     datas = [{} for _ in range(k)] if datas is None else datas
     states = [{"w": State("w", replica, k, data)} for replica, data in enumerate(datas)]
-    route = run_exchanges(exchange, [{"w": X.clone()} for X in tensors], states, 1, Plan())
+    route = run_exchanges(exchange, [{"w": X.clone()} for X in tensors], states, 1, RoundLayout())
     return run_here(route)[0][0]
 
 

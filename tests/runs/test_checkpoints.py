@@ -11,7 +11,7 @@ import pytest
 import torch
 import yaml
 
-from lightning_mgpu.runs.checkpoints import BestCheckpoint, WholeFiles, read_checkpoint
+from lightning_mgpu.runs.checkpoints import AtomicCheckpointIO, BestCheckpoint, read_checkpoint
 from lightning_mgpu.runs.directory import read_run_json
 from lightning_mgpu.runs.record import fingerprint
 from lightning_mgpu.tools import UsageError
@@ -211,13 +211,13 @@ def test_numpy_numbers_are_saved_as_pythons(tmp_path):
     numbers = {"a": [np.float64(0.1), (np.int64(3), np.bool_(True))], "b": {"c": 2}}
     weights = torch.nn.BatchNorm1d(2).state_dict()
     path = tmp_path / "a.ckpt"
-    WholeFiles().save_checkpoint({"state_dict": weights, **numbers}, path)
+    AtomicCheckpointIO().save_checkpoint({"state_dict": weights, **numbers}, path)
     saved = read_checkpoint(path)
     assert saved["state_dict"]._metadata == weights._metadata != {}
     found = [saved["a"][0], *saved["a"][1], saved["b"]["c"]]
     assert found == [0.1, 3, True, 2] and [*map(type, found)] == [float, int, bool, int]
     with pytest.raises(UsageError, match="objects of"):
-        WholeFiles().save_checkpoint({"state_dict": {}, "rate": np.float32(0.1)}, path)
+        AtomicCheckpointIO().save_checkpoint({"state_dict": {}, "rate": np.float32(0.1)}, path)
 
 
 @pytest.mark.parametrize(

@@ -25,12 +25,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_mgpu.distributed.processes.meeting import Meeting
+from lightning_mgpu.distributed.processes.control_plane import ControlPlane
 from lightning_mgpu.strategies import ManualAllreduceStrategy, manual_allreduce
 
 IN_MEMORY = "BY_MESSAGES" not in os.environ
 if not IN_MEMORY:  # as between machines, and with one parameter per bucket
-    Meeting.map_memory = lambda *_: None  # type: ignore[method-assign]
+    ControlPlane.map_memory = lambda *_: None  # type: ignore[method-assign]
     manual_allreduce.BUCKET_CAP_MB = 1e-9
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["torch", "lightning.pytorch", "lightning_mgpu"])
@@ -75,14 +75,14 @@ def make_strategy(seconds: float = 20, **kwargs: Any) -> ManualAllreduceStrategy
     return ManualAllreduceStrategy(timeout=timedelta(seconds=seconds), **kwargs)
 
 
-def new_meeting(seconds: float = 10) -> Meeting:
+def new_control_plane(seconds: float = 10) -> ControlPlane:
     """Of all processes that run this, without a Trainer."""
     group, trainer = None, SimpleNamespace(received_sigterm=False, interrupted=False)
     if world_size() > 1:
         if not dist.is_initialized():
             dist.init_process_group("gloo")
         group = dist.group.WORLD
-    return Meeting(rank(), world_size(), group, seconds, trainer)
+    return ControlPlane(rank(), world_size(), group, seconds, trainer)
 
 
 def new_trainer(**kwargs: Any) -> Trainer:
@@ -117,7 +117,7 @@ def no_shared_memory(is_one_machine: bool = False) -> Iterator[None]:
     """As between machines, or in one machine that has no memory to share."""
     with (
         mock.patch.object(ManualAllreduceStrategy, "is_one_machine", is_one_machine),
-        mock.patch.object(Meeting, "map_memory", return_value=None),
+        mock.patch.object(ControlPlane, "map_memory", return_value=None),
     ):
         yield
 

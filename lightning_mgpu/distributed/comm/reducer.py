@@ -38,10 +38,10 @@ class BucketReducer:
     ) -> None:
         self.layout, self.transport, self.sync_bucket = layout, transport, sync_bucket
         self.num_started = self.num_early = 0
-        size, rank = transport.meeting.size, transport.meeting.rank
+        size, rank = transport.control.size, transport.control.rank
         num_bytes, memory, rows, begin = sum(map(padded_size, layout)), None, None, 0
         if in_memory and size > 1 and num_bytes:
-            memory = transport.meeting.map_memory(size * num_bytes)
+            memory = transport.control.map_memory(size * num_bytes)
         self.sends_messages = size > 1 and memory is None
         self.buckets = []
         num_owners = 1 if self.sends_messages and size == 2 else size

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_mgpu.distributed.comm.schedules import Message, MessageSchedule
-from lightning_mgpu.distributed.processes.meeting import Meeting
+from lightning_mgpu.distributed.processes.control_plane import ControlPlane
 
 # torch 2.14 has renamed it
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -26,13 +26,13 @@ class Transport:
     order in which messages arrive.
 
     Args:
-        meeting: Exchanges control messages.
+        control: Exchanges control messages.
         group: For messages: gloo's between CPUs, NCCL's between GPUs. None: one process.
         device_type: Of the tensors. Autocast, which a step may be in, does not apply to schedules.
     """
 
-    def __init__(self, meeting: Meeting, group: Any, device_type: str = "cpu") -> None:
-        self.meeting, self.group = meeting, group
+    def __init__(self, control: ControlPlane, group: Any, device_type: str = "cpu") -> None:
+        self.control, self.group = control, group
         has_autocast = torch.amp.is_autocast_available(device_type)
         full_precision = partial(torch.autocast, device_type, enabled=False)
         self._no_autocast: Callable[[], Any] = full_precision if has_autocast else nullcontext
@@ -76,12 +76,12 @@ class Transport:
         if message is None:
             is_first = key[1] == 0  # a control message comes before `finish`
             return (lambda: None) if is_first else self._meet
-        if self.meeting.waits_for_nobody:
-            return lambda: message.sent.repeat(self.meeting.size)
+        if self.control.waits_for_nobody:
+            return lambda: message.sent.repeat(self.control.size)
         return self._post(key, message)
 
     def _meet(self) -> None:
-        self.meeting.gather(np.zeros(1, np.uint8), "sums")
+        self.control.all_gather(np.zeros(1, np.uint8), "sums")
 
     def _post(self, key: Any, message: Message) -> Callable[[], Tensor]:
         sent, lengths, sizes = message
@@ -89,14 +89,14 @@ class Transport:
         if received is None or len(received) != sum(sizes):
             received = self.memory[key] = sent.new_empty(sum(sizes))
         options: Any = {"group": self.group, "async_op": True}
-        with self.meeting.naming_others():
-            if lengths is None and self.meeting.size == 2:
+        with self.control.naming_others():
+            if lengths is None and self.control.size == 2:
                 work = all_gather(received, sent, **options)
             else:  # gloo's all_gather is a ring, with P - 1 round trips
-                sent = sent.repeat(self.meeting.size) if lengths is None else sent
+                sent = sent.repeat(self.control.size) if lengths is None else sent
                 lengths = [*sizes] if lengths is None else [*lengths]
                 work = dist.all_to_all_single(received, sent, [*sizes], lengths, **options)
-        wait = partial(self.meeting.wait_for, self.meeting.watch(work), sent.is_cpu)
+        wait = partial(self.control.wait_for, self.control.watch(work), sent.is_cpu)
 
         def receive() -> Tensor:
             wait()

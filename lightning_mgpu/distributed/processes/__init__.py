@@ -1,13 +1,14 @@
-"""What several processes need to train as one: `strategies/` builds on it.
+"""Launching, control messages, consistency checks, exact logging and failures.
 
 `ProcessPerDeviceStrategy` (strategy.py) launches processes as `ddp` does, gives each its shard of
-every batch, and makes evaluations exact. Processes exchange control messages: each contributes a
-short row, and all get the rows of all (meeting.py), in shared memory if all of them are on one
-machine, else by one message. So they compare what has to be identical (consistency.py). A process
-that waits for one that has ended raises an error (ends.py).
+every batch, and makes evaluation exact (evaluation.py). The `ControlPlane` (control_plane.py)
+exchanges control messages: each rank contributes a short row and receives the rows of all ranks, in
+shared memory on one machine, else by one message. Invariants such as batches and RNG states are
+verified in these messages (consistency.py). A process that waits for one that has exited raises an
+error (failures.py).
 """
 
-from lightning_mgpu.distributed.processes.ends import ProcessEnded
+from lightning_mgpu.distributed.processes.failures import PeerFailure
 from lightning_mgpu.distributed.processes.strategy import ProcessPerDeviceStrategy
 
-__all__ = ["ProcessEnded", "ProcessPerDeviceStrategy"]
+__all__ = ["PeerFailure", "ProcessPerDeviceStrategy"]

@@ -34,20 +34,20 @@ from lightning_mgpu.distributed.processes.consistency import (
     ConsistencyCheck,
     crc_of,
 )
-from lightning_mgpu.distributed.processes.ends import (
+from lightning_mgpu.distributed.processes.control_plane import ControlPlane
+from lightning_mgpu.distributed.processes.evaluation import ExactLogging
+from lightning_mgpu.distributed.processes.failures import (
     MAIN_PROCESS,
     SHARES_CORES,
-    ProcessEnded,
+    PeerFailure,
     end_with_main_process,
     handle_signals,
     host_group,
 )
-from lightning_mgpu.distributed.processes.evaluation import ExactLogging
-from lightning_mgpu.distributed.processes.meeting import Meeting
 from lightning_mgpu.distributed.sharding.checksum import checksum
-from lightning_mgpu.distributed.sharding.generators import Generators
 from lightning_mgpu.distributed.sharding.loader import ShardLoader
 from lightning_mgpu.distributed.sharding.reader import Shard
+from lightning_mgpu.distributed.sharding.rng_states import RNGStates
 
 
 class ProcessPerDeviceStrategy(DDPStrategy):
@@ -62,10 +62,10 @@ class ProcessPerDeviceStrategy(DDPStrategy):
         "an edit that depends on the rank, a value logged without sync_dist=True, or "
         "`loss.backward()` instead of `self.manual_backward(loss)`"
     )
-    meeting: Any = None  # a `Meeting`, once all processes are there
+    control: Any = None  # a `ControlPlane`, once all processes are there
     loader_batch: Any = None  # as the running loop received it, with `Shard` objects in it
     shards: Sequence[Any] = ()  # the `Shard` of each loader that has not ended
-    kept: Generators | None = None  # of outside, where a step or an evaluation draws for itself
+    outer_rng: RNGStates | None = None  # of outside, where a step or an evaluation draws for itself
     _optimized: frozenset[Tensor] = frozenset()  # parameters in all optimizers
 
     @property
@@ -166,7 +166,7 @@ class ProcessPerDeviceStrategy(DDPStrategy):
             group = host_group(dist.group.WORLD, self._timeout)
         seconds = self._timeout.total_seconds()  # type: ignore[union-attr]
         args = group, seconds, self.module.trainer
-        self.meeting = Meeting(self.global_rank, self.world_size, *args)
+        self.control = ControlPlane(self.global_rank, self.world_size, *args)
         self.consistency = ConsistencyCheck(self.global_rank, self.invariants)
         self.sync_generators()
 
@@ -175,18 +175,18 @@ class ProcessPerDeviceStrategy(DDPStrategy):
             super().setup_distributed()
         except dist.DistNetworkError as error:
             where = {name: os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT")}
-            raise ProcessEnded(
+            raise PeerFailure(
                 f"no connection to the first process at {where}: is a variable of an earlier job "
                 "still set, or has that process ended?"
             ) from error
 
     def setup(self, trainer: Trainer) -> None:
         handle_signals(trainer)
-        self.kept = None  # an evaluation may have failed
+        self.outer_rng = None  # an evaluation may have failed
         hook: Any = MethodType(_on_before_batch_transfer, self.module)
         self.module._on_before_batch_transfer = hook
         if self.is_one_machine:
-            self.meeting.use_memory()
+            self.control.use_memory()
         Strategy.setup(self, trainer)
         self._optimized = frozenset()
         self.check_optimized_parameters()
@@ -220,16 +220,16 @@ class ProcessPerDeviceStrategy(DDPStrategy):
     def on_validation_start(self) -> None:
         """Processes draw other numbers in it: as many as they have samples to evaluate."""
         if self.module.trainer.state.fn == TrainerFn.FITTING:
-            self.kept = Generators(self.root_device.type == "cuda")
+            self.outer_rng = RNGStates(self.root_device.type == "cuda")
 
     def on_validation_end(self) -> None:
-        if self.kept is not None:
-            self.kept.put_back()
-        self.kept = None
+        if self.outer_rng is not None:
+            self.outer_rng.restore()
+        self.outer_rng = None
 
     def draw_for_loader(self) -> Any:
         """A context for what the loaders of a loop draw, which moves the generators of outside."""
-        return nullcontext() if self.kept is None else self.kept.used()
+        return nullcontext() if self.outer_rng is None else self.outer_rng.swapped_in()
 
     def _setup_model(self, model: nn.Module) -> Any:
         """The first process's weights and buffers become those of all."""
@@ -239,8 +239,8 @@ class ProcessPerDeviceStrategy(DDPStrategy):
         return model
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        if self.meeting is not None:
-            self.meeting.gather(np.zeros(1, np.uint8), "barrier")
+        if self.control is not None:
+            self.control.all_gather(np.zeros(1, np.uint8), "barrier")
 
     def batch_to_device(self, batch: Any, device: Any = None, dataloader_idx: int = 0) -> Any:
         """Takes each `Shard` of a loop's batch, and hands on what is in it."""
@@ -282,14 +282,14 @@ class ProcessPerDeviceStrategy(DDPStrategy):
         output = step(*args, **kwargs)
         names = self._logging.after_step(results, self.shards)
         row = self.consistency.pack({"names": crc_of(names), **self.batch_invariants()})
-        self.consistency.verify(self.meeting.gather(row, "an evaluation's step"), names)
+        self.consistency.verify(self.control.all_gather(row, "an evaluation's step"), names)
         return output
 
     def batch_invariants(self) -> dict[str, int]:
         """Numbers of the running batch that must be identical in all processes."""
         numbers = Counter[str]()
         for shard in self.shards:
-            numbers.update(shard.facts)
+            numbers.update(shard.invariants)
         return numbers
 
     def compare_weights(self) -> None:
@@ -297,7 +297,7 @@ class ProcessPerDeviceStrategy(DDPStrategy):
         if self.is_single_process:
             return
         tensors = dict([*self.module.named_parameters(), *self.module.named_buffers()])
-        digests = self.meeting.gather(np.array([*map(checksum, tensors.values())]), "weights")
+        digests = self.control.all_gather(np.array([*map(checksum, tensors.values())]), "weights")
         for process, i in np.argwhere(digests != digests[0]).tolist():
             raise RuntimeError(
                 f"{DIVERGED}: {[*tensors][i]} of process {process} differs from process 0, because "
@@ -321,7 +321,7 @@ class ProcessPerDeviceStrategy(DDPStrategy):
     def all_gather(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """As DDPStrategy's, which would abort Python if the shapes differ."""
         shape = crc_of((tensor.dtype, tensor.shape))
-        if np.ptp(self.meeting.gather(np.array([shape]), "all_gather")):
+        if np.ptp(self.control.all_gather(np.array([shape]), "all_gather")):
             raise RuntimeError(
                 f"all_gather of tensors of different shapes, here {tuple(tensor.shape)}: parts of "
                 "a data set differ in size. Take a torchmetrics object, for example CatMetric."
@@ -329,7 +329,7 @@ class ProcessPerDeviceStrategy(DDPStrategy):
         return super().all_gather(tensor, *args, **kwargs)
 
     def teardown(self) -> None:
-        if self.meeting is None and not self.is_single_process:
+        if self.control is None and not self.is_single_process:
             # it has only started ("fork") the others
             self.launcher.kill(signal.SIGKILL)  # type: ignore[union-attr]
         self.barrier()  # the main process does not leave a worker that still works
@@ -338,8 +338,8 @@ class ProcessPerDeviceStrategy(DDPStrategy):
         if self.module is not None:
             vars(self.module).pop("_on_before_batch_transfer", None)
         self.loader_batch, self.shards = None, ()
-        if self.meeting is not None:
-            self.meeting.cells = None  # memory that a garbage collector would keep
+        if self.control is not None:
+            self.control.cells = None  # memory that a garbage collector would keep
         super().teardown()
 
 

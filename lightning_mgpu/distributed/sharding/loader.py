@@ -17,14 +17,14 @@ from torch.utils._pytree import tree_flatten
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, default_convert
 
 from lightning_mgpu.distributed.sharding.checksum import checksum
-from lightning_mgpu.distributed.sharding.generators import Generators
 from lightning_mgpu.distributed.sharding.reader import (
     Probe,
     Shard,
-    ShardKeys,
+    ShardIndices,
     ShardReader,
     cut_indices,
 )
+from lightning_mgpu.distributed.sharding.rng_states import RNGStates
 from lightning_mgpu.distributed.sharding.split_batch import cut, num_samples, shard_sizes
 
 
@@ -44,7 +44,7 @@ class ShardLoader:
     def __init__(self, loader: Any, strategy: Any) -> None:
         trainer, k, rank = strategy.module.trainer, strategy.world_size, strategy.global_rank
         own: dict[str, Any] = {"trainer": trainer, "trains": trainer.training, "strategy": strategy}
-        own |= {"num_shards": k, "rank": rank, "probe": None, "looks": None}
+        own |= {"num_shards": k, "rank": rank, "probe": None, "peek_rng": None}
         if hasattr(loader, "state_dict"):  # Lightning looks among an instance's attributes
             own |= {name: getattr(loader, name) for name in ("state_dict", "load_state_dict")}
         if makes_whole_batches(loader):  # from here, writers of predictions get indices
@@ -82,25 +82,25 @@ class ShardLoader:
         loaders = getattr(combined, "flattened", [])
         number = loaders.index(self) if self in loaders else None
         # others look at some batches, perhaps in one process only: no global generator moves
-        is_look = number is None or not starts_from(loaders)
-        if is_look and self.looks is None:
-            vars(self).update(looks=Generators())
-        guard = self.looks.used if is_look else self.strategy.draw_for_loader
+        is_peek = number is None or not starts_from(loaders)
+        if is_peek and self.peek_rng is None:
+            vars(self).update(peek_rng=RNGStates())
+        guard = self.peek_rng.swapped_in if is_peek else self.strategy.draw_for_loader
         # two loaders over one dataset, and all passes over one loader, draw other numbers
         where = [self.trainer.fit_loop.total_batch_idx, number]
         is_fitting = self.trainer.state.fn == "fit"
-        where += [] if is_look or is_fitting else [next(self.strategy.numbers_of_passes)]
+        where += [] if is_peek or is_fitting else [next(self.strategy.numbers_of_passes)]
         with guard():
             seed = crc32(torch.get_rng_state().numpy().data, crc32(repr(where).encode()))
             if not knows_indices(self.loader):
-                return self._hand_on(self._read_whole(iter(self.loader)), seed, guard, is_look)
+                return self._hand_on(self._read_whole(iter(self.loader)), seed, guard, is_peek)
             reading = self.reading  # its workers may live on
-            if is_look or reading is self.loader or reading._iterator is None:
+            if is_peek or reading is self.loader or reading._iterator is None:
                 reading = self._copy()
-            if not is_look:
+            if not is_peek:
                 vars(self).update(reading=reading)
             self.sampler_of_shards.seed = seed
-            return self._hand_on(iter(reading), seed, guard, is_look)
+            return self._hand_on(iter(reading), seed, guard, is_peek)
 
     def _copy(self) -> Any:
         """A copy of the user's loader, as it is now, that reads shards."""
@@ -125,47 +125,47 @@ class ShardLoader:
         for number, batch in enumerate(batches):
             num = num_samples(batch) if k > 1 else 1
             seen = getattr(sampler, "seen_batch_indices", None)
-            keys = cut_indices(seen[number] if seen else [*range(num)], k, rank, number)
+            indices = cut_indices(seen[number] if seen else [*range(num)], k, rank, number)
             if k == 1:
-                yield Shard(batch, keys)
+                yield Shard(batch, indices)
                 continue
             if num > (most or num):
                 raise ValueError(f"{num} samples in a batch of {most}: collate it to tensors.")
             part = cut(batch, shard_sizes(num, [1] * k))[rank]
             first, _, last = cut(batch, [1, num - 2, 1])
-            keys = keys._replace(order=checksum([num, first, last]))
-            yield Shard(part, keys, Probe(0, True))
+            indices = indices._replace(order=checksum([num, first, last]))
+            yield Shard(part, indices, Probe(0, True))
 
-    def _hand_on(self, batches: Any, seed: int, guard: Any, is_look: bool) -> Iterator[Any]:
-        """One pass, with what all processes have to find alike in it: its `facts`."""
+    def _hand_on(self, batches: Any, seed: int, guard: Any, is_peek: bool) -> Iterator[Any]:
+        """One pass, with what all processes have to find alike in it: its `invariants`."""
         is_drawn = self.trains and not makes_whole_batches(self.loader)
         length = sized_len(getattr(self.loader, "dataset", None)) or 0
-        facts = {"seed": seed if is_drawn else 0, "dataset": length, "batches": 0}
+        invariants = {"seed": seed if is_drawn else 0, "dataset": length, "batches": 0}
         while True:
             with guard():
                 batch = next(batches, None)
             if batch is None:
                 return
-            if is_look:  # a hook or a script makes it, and not a loop
+            if is_peek:  # a hook or a script makes it, and not a loop
                 yield batch.batch
                 continue
-            keys, probe = batch.keys, batch.probe or self.probe
+            indices, probe = batch.indices, batch.probe or self.probe
             vars(self).update(probe=probe)
             if probe is not None:
                 batch.has_rows = probe.has_one_row
-                facts["dataset"] += probe.checksum if keys.number == 0 else 0
-            facts["batches"] = crc32(b"%d" % keys.order, facts["batches"])
-            batch.facts = {**facts}
+                invariants["dataset"] += probe.checksum if indices.number == 0 else 0
+            invariants["batches"] = crc32(b"%d" % indices.order, invariants["batches"])
+            batch.invariants = {**invariants}
             # the indices of each batch that Lightning notes for `predict`
             sampler: Any = getattr(self, "batch_sampler", None)
             if hasattr(sampler, "seen_batch_indices"):
-                place = slice(keys.number, keys.number + 1)
-                sampler.seen_batch_indices[place] = [keys.indices]
+                place = slice(indices.number, indices.number + 1)
+                sampler.seen_batch_indices[place] = [indices.samples]
             yield batch
 
 
 class ShardSampler:
-    """Yields the keys of this process's shards of each batch, in the place of a batch sampler.
+    """Yields the indices of this process's shards of each batch, in the place of a batch sampler.
 
     It goes through the user's sampler as the DataLoader asks for batches, so that the sampler
     draws when, and what, it would draw on one device.
@@ -174,14 +174,14 @@ class ShardSampler:
     def __init__(self, loader: ShardLoader) -> None:
         self.loader, self.seed = loader, 0  # of the next pass
 
-    def __iter__(self) -> Iterator[ShardKeys]:
+    def __iter__(self) -> Iterator[ShardIndices]:
         loader = self.loader.loader
         if makes_whole_batches(loader):  # it knows its epoch by now
             sampler = loader.sampler
             return self._cut(sampler, sampler.whole_batches(), sampler.pass_seed, sampler.epoch)
         return self._cut(loader.batch_sampler, map(list, loader.batch_sampler), self.seed, None)
 
-    def _cut(self, sampler: Any, batches: Any, *of_pass: Any) -> Iterator[ShardKeys]:
+    def _cut(self, sampler: Any, batches: Any, *epoch_key: Any) -> Iterator[ShardIndices]:
         k, rank = self.loader.num_shards, self.loader.rank
         if self.loader.trains:
             shard_sizes(smallest_batch(sampler) or k, [1] * k)  # raises if one is empty
@@ -189,29 +189,29 @@ class ShardSampler:
             batches = join(batches, k)
         for number, batch in enumerate(batches):
             probe = batch if number == 0 and k > 1 and self.loader.probe is None else ()
-            yield cut_indices(batch, k, rank, number, *of_pass, probe)
+            yield cut_indices(batch, k, rank, number, *epoch_key, probe)
 
 
-def share_of_batch(given: Any, batch: Any) -> float:
+def share_of_batch(loader_batch: Any, batch: Any) -> float:
     """The share of the shard here in the global batch of a training step.
 
     Args:
-        given: What the loop has got from the loaders, with `Shard` in it.
+        loader_batch: What the loop has got from the loaders, with `Shard` in it.
         batch: What the hooks have made of it.
 
     Raises:
         ValueError: If the batch does not tell.
     """
-    loaders, spec = tree_flatten(given)
+    loaders, spec = tree_flatten(loader_batch)
     shares = set()
     for number, each in enumerate(loaders):
         if each is None:
             continue  # this loader has ended
         what = "the shape of a batch does not tell how many samples are in it"
         need_weight(what, not each.has_rows)
-        num, size = num_samples(spec.flatten_up_to(batch)[number]), len(each.keys.indices)
+        num, size = num_samples(spec.flatten_up_to(batch)[number]), len(each.indices.samples)
         need_weight(f"samples were left out, {num} rows of {size}", num != size)
-        shares.add(size / each.keys.num_samples)
+        shares.add(size / each.indices.num_samples)
     need_weight(f"loaders have other shares of their batches, {sorted(shares)}", len(shares) != 1)
     return shares.pop()
 

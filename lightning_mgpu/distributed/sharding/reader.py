@@ -36,12 +36,12 @@ class BatchDataset(Dataset):
         raise ValueError("this dataset reads whole shards: give it to batch_loader")
 
 
-class ShardKeys(NamedTuple):
-    """A batch sampler yields these in the place of a list of indices."""
+class ShardIndices(NamedTuple):
+    """A batch sampler yields these instead of a list of indices."""
 
-    indices: list[Any]
-    start: int  # the place of the shard's first sample in the global batch
-    replica: int  # whose it is
+    samples: list[Any]  # the indices of the shard's samples in the dataset
+    start: int  # the position of the shard's first sample in the global batch
+    replica: int
     num_samples: int  # of the global batch
     order: int  # the checksum of all indices of the batch
     number: int = 0  # of the batch in its pass
@@ -50,10 +50,10 @@ class ShardKeys(NamedTuple):
     probe: Sequence[Any] = ()  # all processes read the first of these that can be read alone
 
 
-def cut_indices(batch: list[Any], num_shards: int, replica: int, *of_pass: Any) -> ShardKeys:
-    """The part of a replica of a global batch, cut as by `torch.tensor_split`.
+def cut_indices(batch: list[Any], num_shards: int, replica: int, *epoch_key: Any) -> ShardIndices:
+    """One replica's shard of a global batch, cut as by `torch.tensor_split`.
 
-    `of_pass` are the last fields of `ShardKeys`.
+    `epoch_key` contains the last fields of `ShardIndices`.
 
     Raises:
         ValueError: If a shard would get no sample.
@@ -61,7 +61,7 @@ def cut_indices(batch: list[Any], num_shards: int, replica: int, *of_pass: Any) 
     ends = [0, *accumulate(shard_sizes(len(batch), [1] * num_shards))]
     start, end = ends[replica : replica + 2]
     order = crc32(repr(batch).encode())
-    return ShardKeys(batch[start:end], start, replica, len(batch), order, *of_pass)
+    return ShardIndices(batch[start:end], start, replica, len(batch), order, *epoch_key)
 
 
 class Probe(NamedTuple):
@@ -72,16 +72,16 @@ class Probe(NamedTuple):
 
 
 class Shard:
-    """A process's part of a batch, with its keys: what a loop gets from a loader.
+    """A process's part of a batch, with its indices: what a loop gets from a loader.
 
     A strategy hands on the batch. The probe is of the first batch of a loader.
     """
 
-    facts: dict[str, int] | None = None  # of the pass so far: what all processes must find alike
+    invariants: dict[str, int] | None = None  # of the epoch so far, identical in all processes
     has_rows = False  # whether a batch has one row per sample
 
-    def __init__(self, batch: Any, keys: ShardKeys, probe: Probe | None = None) -> None:
-        self.batch, self.keys, self.probe = batch, keys, probe
+    def __init__(self, batch: Any, indices: ShardIndices, probe: Probe | None = None) -> None:
+        self.batch, self.indices, self.probe = batch, indices, probe
 
     def pin_memory(self) -> "Shard":
         self.batch = pin_memory(self.batch)
@@ -89,7 +89,7 @@ class Shard:
 
 
 class ShardReader(Dataset):
-    """A dataset for `ShardKeys`. Other attributes are those of the dataset that it reads."""
+    """A dataset for `ShardIndices`. Other attributes are those of the dataset that it reads."""
 
     read_from: Any = None  # while a copy is made
 
@@ -105,19 +105,19 @@ class ShardReader(Dataset):
     def __len__(self) -> int:
         return len(self.read_from)
 
-    def __getitem__(self, keys: ShardKeys) -> Shard:
+    def __getitem__(self, indices: ShardIndices) -> Shard:
         with isolate_rng(include_cuda=False):
-            probe = self._probe(keys)
-            batch = self._read(keys, keys.replica, keys.start, keys.indices)
-        return Shard(batch, keys, probe)
+            probe = self._probe(indices)
+            batch = self._read(indices, indices.replica, indices.start, indices.samples)
+        return Shard(batch, indices, probe)
 
     __getitems__ = __getitem__  # a DataLoader asks for this one first
 
-    def _probe(self, keys: ShardKeys) -> Probe | None:
+    def _probe(self, indices: ShardIndices) -> Probe | None:
         """Of the first sample that can be read and collated alone."""
-        for index in keys.probe:
+        for index in indices.probe:
             with suppress(Exception):  # the shard that has the sample raises it
-                first, again = (self._read(keys, 0, 0, [index]) for _ in range(2))
+                first, again = (self._read(indices, 0, 0, [index]) for _ in range(2))
                 sample = checksum(first) if checksum(first) == checksum(again) else 0
                 has_one_row = False
                 with suppress(ValueError):
@@ -125,22 +125,22 @@ class ShardReader(Dataset):
                 return Probe(sample, has_one_row)
         return None
 
-    def _read(self, keys: ShardKeys, replica: int, start: int, indices: list[Any]) -> Any:
+    def _read(self, indices: ShardIndices, replica: int, start: int, samples: list[Any]) -> Any:
         dataset: Any = self.read_from
         while type(dataset) is Subset:
-            dataset, indices = dataset.dataset, [dataset.indices[i] for i in indices]
-        if isinstance(dataset, BatchDataset) and keys.epoch is not None:
-            return dataset.read(keys.epoch, torch.as_tensor(indices))
+            dataset, samples = dataset.dataset, [dataset.indices[i] for i in samples]
+        if isinstance(dataset, BatchDataset) and indices.epoch is not None:
+            return dataset.read(indices.epoch, torch.as_tensor(samples))
         if type(dataset) is TensorDataset and self.collate_fn is default_collate:
             # one operation per tensor gives the same numbers and strides
-            rows = torch.as_tensor(indices)
+            rows = torch.as_tensor(samples)
             return [X.index_select(0, rows.to(X.device)).contiguous() for X in dataset.tensors]
-        is_at_once, samples = hasattr(dataset, "__getitems__"), []
-        for place, index in enumerate([] if is_at_once else indices, start):
-            seed_generators(keys.seed, "sample", keys.number, place, devices=False)
-            samples.append(dataset[index])
-        seed_generators(keys.seed, "shard", keys.number, replica, devices=False)
-        return self.collate_fn(dataset.__getitems__(indices) if is_at_once else samples)
+        is_at_once, items = hasattr(dataset, "__getitems__"), []
+        for place, index in enumerate([] if is_at_once else samples, start):
+            seed_generators(indices.seed, "sample", indices.number, place, devices=False)
+            items.append(dataset[index])
+        seed_generators(indices.seed, "shard", indices.number, replica, devices=False)
+        return self.collate_fn(dataset.__getitems__(samples) if is_at_once else items)
 
 
 def take_batch(shard: Shard) -> Any:

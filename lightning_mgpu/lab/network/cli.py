@@ -19,7 +19,7 @@ from subprocess import Popen
 from tempfile import TemporaryFile
 from typing import IO, Any
 
-from lightning_mgpu.distributed.processes.ends import SHARES_CORES
+from lightning_mgpu.distributed.processes.failures import SHARES_CORES
 from lightning_mgpu.lab.network import clock, links
 from lightning_mgpu.lab.network.steps import Steps
 from lightning_mgpu.tools import LAST, command, make_parser, program

@@ -31,9 +31,9 @@ class StepClock(Callback):
             return
         self.file, self.sent, self.num_steps = int(os.environ[CLOCK]), 0, 0
         self.spans: list[tuple[str, float, float]] = []
-        self.meeting = getattr(trainer.strategy, "meeting", None)  # `ddp` waits in C++
-        if self.meeting:
-            self.meeting.spans = self.spans
+        self.control = getattr(trainer.strategy, "control", None)  # `ddp` waits in C++
+        if self.control:
+            self.control.spans = self.spans
         network = json.loads(os.environ[NETWORK])
         self.slowdown, self.slept_at = network["slowdown"][trainer.node_rank], self.cpu_seconds()
         self.machine = trainer.node_rank if trainer.local_rank == 0 else None
@@ -49,7 +49,7 @@ class StepClock(Callback):
 
     def cpu_seconds(self) -> float:
         """Of the main thread, without those in which it has waited for other processes."""
-        return time.thread_time() - (self.meeting.cpu_seconds_in_wait if self.meeting else 0.0)
+        return time.thread_time() - (self.control.cpu_seconds_in_wait if self.control else 0.0)
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.before = None
@@ -78,7 +78,7 @@ class StepClock(Callback):
         self.begin("")
         time.sleep((self.slowdown - 1) * (self.cpu_seconds() - self.slept_at))
         self.slept_at = self.cpu_seconds()
-        waited = self.meeting.seconds_in_wait if self.meeting else float("nan")
+        waited = self.control.seconds_in_wait if self.control else float("nan")
         main_thread = time.thread_time(), seconds_without_core("schedstat")
         now = time.monotonic(), self.slowdown * self.slept_at, waited, *main_thread
         nan = [float("nan")] * len(now)

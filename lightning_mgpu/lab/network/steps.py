@@ -61,8 +61,8 @@ class Steps:
         if self.speedup != 1:
             print(f"Times in this table are divided by {self.speedup:g}; all others are measured.")
         if shares:
-            told = "Cores are short, so take fewer machines or threads, or end other programs"
-            print(f"{told}: {', '.join(shares)} of one.")
+            reason = "Cores are short, so take fewer machines or threads, or end other programs"
+            print(f"{reason}: {', '.join(shares)} of one.")
 
     def write_csv(self, path: str) -> None:
         """A row per machine and step; a cell of which nothing is known is empty."""

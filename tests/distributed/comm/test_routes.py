@@ -23,7 +23,7 @@ from tests.strategies.conftest import (
     attempt,
     fit,
     make_strategy,
-    new_meeting,
+    new_control_plane,
     no_shared_memory,
     rank,
     run_in_processes,
@@ -41,8 +41,8 @@ ONE_PER_BUCKET = 1e-9  # MB
 
 
 def new_transport():
-    meeting = new_meeting()
-    return Transport(meeting, meeting.group)
+    control = new_control_plane()
+    return Transport(control, control.group)
 
 
 def sum_rows(dtype, allreduce, in_memory):
@@ -50,7 +50,7 @@ def sum_rows(dtype, allreduce, in_memory):
     parameters = [p.to(dtype) for p in PARAMETERS[dtype]]
     transport, k, memory = new_transport(), world_size(), None
     if in_memory:
-        memory = transport.meeting.map_memory(k * sum(map(padded_size, parameters)))
+        memory = transport.control.map_memory(k * sum(map(padded_size, parameters)))
         memory = memory.view(k, -1), rank()
     num_owners = 1 if k == 2 and not in_memory else k
     bucket = Bucket(parameters, num_owners, hasattr(allreduce, "elementwise"), memory)
@@ -65,7 +65,7 @@ def sum_rows(dtype, allreduce, in_memory):
         assert bucket.matches(rows[rank()])
         transport.start("bucket", sum_gathered(bucket, allreduce, rank()))
         if in_memory:
-            transport.meeting.gather(torch.zeros(1).numpy(), "all rows are written")
+            transport.control.all_gather(torch.zeros(1).numpy(), "all rows are written")
         for p, total in zip(parameters, transport.finish()["bucket"], strict=True):
             expected = sum((row[p] for row in rows[num_missing:]), torch.zeros_like(p))
             torch.testing.assert_close(total, expected, rtol=0, atol=0)

@@ -116,15 +116,15 @@ def test_a_slow_machine_sleeps_as_long_as_it_computes(monkeypatch):
     monkeypatch.setenv(clock.NETWORK, '{"slowdown": [1, 3]}')
     monkeypatch.setattr(clock, "DEVICE", "lo")
     monkeypatch.setattr(clock.time, "sleep", sleep := mock.MagicMock())
-    monkeypatch.setattr(clock.time, "thread_time", lambda: meeting.cpu_seconds_in_wait + 7)
-    meeting = mock.MagicMock(cpu_seconds_in_wait=0.0, seconds_in_wait=0.0)
-    strategy = mock.MagicMock(meeting=meeting, sync_every=1)
+    monkeypatch.setattr(clock.time, "thread_time", lambda: control.cpu_seconds_in_wait + 7)
+    control = mock.MagicMock(cpu_seconds_in_wait=0.0, seconds_in_wait=0.0)
+    strategy = mock.MagicMock(control=control, sync_every=1)
     trainer: Any = mock.MagicMock(node_rank=1, local_rank=0, callbacks=[], strategy=strategy)
     trainer.accumulate_grad_batches = 1
     step_clock = clock.StepClock()
     step_clock.on_train_start(trainer, mock.MagicMock())
-    meeting.cpu_seconds_in_wait = 5.0
-    monkeypatch.setattr(clock.time, "thread_time", lambda: meeting.cpu_seconds_in_wait + 9)
+    control.cpu_seconds_in_wait = 5.0
+    monkeypatch.setattr(clock.time, "thread_time", lambda: control.cpu_seconds_in_wait + 9)
     step_clock.on_train_batch_end(trainer, None, None, None, 0)
     sleep.assert_called_once_with(4)
     assert os.pread(file, 99, 0).startswith(b"step 1 0 nan nan nan ")

@@ -1,6 +1,6 @@
-"""Waiting for other processes, and what is said if one of them has ended or does not come.
+"""Waiting for other processes, and the error if one of them has exited or does not respond.
 
-A process waits in Python: in C++ it would see neither Ctrl-C nor SIGTERM.
+A process waits in Python: C++ code would see neither Ctrl-C nor SIGTERM.
 """
 
 import atexit
@@ -20,7 +20,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 SHARES_CORES = "LIGHTNING_MGPU_SHARES_CORES"  # set if machines are emulated on this one
 MAIN_PROCESS = "LIGHTNING_MGPU_MAIN_PROCESS"  # the id of the one that starts the others
 SET_DEATH_SIGNAL = 1  # of prctl
-ENDED = "has ended: see any message above, or whether there is enough memory"
+ENDED = "exited unexpectedly; see its output above (out of memory?)"
 CAUSES = (
     "Commonest causes: it needs longer, for example for a download; or only one process saves a "
     "checkpoint, sets `should_stop`, freezes a parameter or logs with sync_dist=True; or only some "
@@ -28,21 +28,21 @@ CAUSES = (
 )
 
 
-class ProcessEnded(RuntimeError):
-    """Another process has ended, has not come in time, or is at another place."""
+class PeerFailure(RuntimeError):
+    """Another process has exited, timed out, or is at a different synchronization point."""
 
 
-def wait(meeting: Any, late: Callable[[], Sequence[int]], pause: Callable[[bool], None]) -> None:
+def wait(control: Any, late: Callable[[], Sequence[int]], pause: Callable[[bool], None]) -> None:
     """Wait until no process is late.
 
     Args:
-        late: Returns the processes that are late, or all others if that is not known.
-        pause: Waits for a moment, at most 20 ms; it gets whether the waiting has just begun.
+        late: Returns the ranks that are late, or all other ranks if that is not known.
+        pause: Waits for at most 20 ms. Its argument is whether the wait has just begun.
 
     Raises:
-        ProcessEnded: After the meeting's timeout, or when another process has ended.
+        PeerFailure: After the timeout, or when another process has exited.
     """
-    timeout, cells = meeting.timeout, meeting.cells
+    timeout, cells = control.timeout, control.cells
     start = looked = time.monotonic()
     cpu_seconds = time.thread_time()
     while late():
@@ -51,18 +51,18 @@ def wait(meeting: Any, late: Callable[[], Sequence[int]], pause: Callable[[bool]
         if now < looked + 0.5:
             continue
         looked = now
-        if meeting.trainer.received_sigterm:  # Lightning would end after this step
+        if control.trainer.received_sigterm:  # Lightning would end after this step
             raise SIGTERMException
         missing = late()
         for process in missing if cells else ():
             # one that has ended has no program, also before its parent has looked
             if not os.path.exists(f"/proc/{cells.process_ids[process]}/exe"):
-                raise ProcessEnded(f"process {process} {ENDED}")
+                raise PeerFailure(f"process {process} {ENDED}")
         if missing and now > start + timeout:
             who = " or ".join(map(str, missing))
-            raise ProcessEnded(f"waited {timeout:.0f} s (`timeout`) for process {who}. {CAUSES}")
-    meeting.seconds_in_wait += time.monotonic() - start
-    meeting.cpu_seconds_in_wait += time.thread_time() - cpu_seconds
+            raise PeerFailure(f"waited {timeout:.0f} s (`timeout`) for process {who}. {CAUSES}")
+    control.seconds_in_wait += time.monotonic() - start
+    control.cpu_seconds_in_wait += time.thread_time() - cpu_seconds
 
 
 def handle_signals(trainer: Any) -> None:
@@ -92,7 +92,7 @@ def end_with_main_process(is_on: bool = True) -> None:
     if hasattr(os, "memfd_create"):  # on Linux
         ctypes.CDLL(None).prctl(SET_DEATH_SIGNAL, signal.SIGKILL if is_on else 0)
         if is_on and str(os.getppid()) != os.environ[MAIN_PROCESS]:
-            raise ProcessEnded("the main process has ended")
+            raise PeerFailure("the main process exited")
 
 
 @cache

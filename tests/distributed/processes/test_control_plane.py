@@ -8,7 +8,7 @@ import pytest
 from tests.strategies.conftest import (
     IN_MEMORY,
     attempt,
-    new_meeting,
+    new_control_plane,
     rank,
     run_in_processes,
     world_size,
@@ -22,22 +22,22 @@ def row_of(process: int, length: int) -> Any:
 
 
 def meet_all(in_memory: bool) -> Any:
-    meeting = new_meeting(seconds=3)
+    control = new_control_plane(seconds=3)
     if in_memory:
-        meeting.use_memory()
-        assert meeting.cells is not None
+        control.use_memory()
+        assert control.cells is not None
     objects = [{"a": [each] * 999 * each} for each in range(world_size())]
-    assert meeting.gather_objects(objects[rank()], "objects") == objects
+    assert control.all_gather_objects(objects[rank()], "objects") == objects
     for length in LENGTHS * 2:
-        rows = meeting.gather(row_of(rank(), length), "rows")
+        rows = control.all_gather(row_of(rank(), length), "rows")
         assert (rows == [row_of(each, length) for each in range(world_size())]).all()
         assert rows.shape == (world_size(), length)
     # two processes at other places: another purpose, or a row of another length, also a long one
     is_last = rank() == world_size() - 1
     found = []
     for length in (10, 9000):
-        found.append(attempt(meeting.gather, row_of(0, length), "a" if is_last else "b"))
-        found.append(attempt(meeting.gather, row_of(0, length + is_last), "c"))
+        found.append(attempt(control.all_gather, row_of(0, length), "a" if is_last else "b"))
+        found.append(attempt(control.all_gather, row_of(0, length + is_last), "c"))
     return found
 
 
@@ -47,6 +47,12 @@ def test_rows_come_to_all_and_places_are_compared(k, in_memory):
     places = [f"process {i}: {'a' if i == k - 1 else 'b'}" for i in range(k)]
     for found in run_in_processes(k, meet_all, in_memory):
         assert isinstance(found, list), found
-        assert all(said.startswith("ProcessEnded: the processes are at") for said in found), found
-        assert f"different places ({', '.join(places)}). Commonest" in found[0] == found[2]
+        assert all(said.startswith("PeerFailure: processes are waiting at") for said in found), (
+            found
+        )
+        assert (
+            f"different synchronization points ({', '.join(places)}). Commonest"
+            in found[0]
+            == found[2]
+        )
         assert "\n" not in "".join(found)

@@ -32,9 +32,9 @@ from tests.strategies.conftest import (
 )
 
 SECONDS = 3.0
-ENDED = " has ended: see any message above"
+ENDED = " exited unexpectedly; see its output above"
 LATE = "waited 3 s (`timeout`) for process 1. Commonest causes"
-ELSEWHERE = "different places (process 0: gradients, process 1: weights). Commonest causes"
+ELSEWHERE = "synchronization points (process 0: gradients, process 1: weights). Commonest causes"
 
 
 class Fails(Net):
@@ -206,6 +206,6 @@ def test_sigterm_ends_all_after_the_step(ranks, command, tmp_path):
     status, _, err = command.finish(process, timeout=60)
     assert time.monotonic() - start < MOST, err
     if ranks == [1]:
-        assert status > 0 and "ProcessEnded: process 1 has ended: see any message above" in err
+        assert status > 0 and "PeerFailure: process 1 exited unexpectedly" in err
     else:
         assert status == 0, err

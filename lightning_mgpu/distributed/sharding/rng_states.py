@@ -7,17 +7,17 @@ from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 from lightning.pytorch.utilities.seed import isolate_rng
 
 
-class Generators:
+class RNGStates:
     """The states that the generators of torch, NumPy and Python had when this was made."""
 
     def __init__(self, include_cuda: bool = False) -> None:
         self.states = _collect_rng_states(include_cuda)
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         _set_rng_states(self.states)
 
     @contextmanager
-    def used(self) -> Iterator[None]:
+    def swapped_in(self) -> Iterator[None]:
         """Numbers that are drawn meanwhile move these states, and not the generators' own."""
         with isolate_rng(include_cuda=False):
             _set_rng_states(self.states)

@@ -1,8 +1,9 @@
-"""Meetings: every process brings a row of bytes, and gets the rows of all.
+"""The control plane: small messages by which processes synchronize and check each other.
 
-The processes of one machine meet in memory that all have mapped, GPUs or not. Others send a message
-to each other. Either way a row goes in a cell of a fixed size, after its purpose and its length, so
-that processes at different places of a program are told apart before they wait for each other.
+Each rank contributes a short row of bytes, and all ranks receive all rows. On one machine they
+exchange them in shared memory, with GPUs too; on several machines, by one message. A row is sent in
+a cell of a fixed size with its purpose and its length. So processes at different synchronization
+points are detected before they wait for each other.
 """
 
 import os
@@ -21,7 +22,7 @@ from torch import Tensor
 from torch.autograd import _profiler_enabled
 from torch.profiler import record_function
 
-from lightning_mgpu.distributed.processes.ends import CAUSES, ENDED, ProcessEnded, wait
+from lightning_mgpu.distributed.processes.failures import CAUSES, ENDED, PeerFailure, wait
 
 MOMENT = timedelta(milliseconds=20)
 ROW = 1024  # bytes; what does not fit follows in a message
@@ -32,15 +33,15 @@ CELL = np.dtype(
 SLOT = np.dtype([("count", np.int64), ("cell", CELL)])  # of mapped memory
 
 
-class Meeting:
-    """Where the processes of a Trainer meet, and wait for each other.
+class ControlPlane:
+    """Exchanges control messages between the processes of a Trainer, and waits for messages.
 
     Args:
         rank: The number of this process.
         size: The number of processes.
-        group: A gloo group of all processes. One process needs none.
-        timeout: Seconds after which a process that waits gives up.
-        trainer: Knows whether SIGTERM has come, and whether an exception is on its way.
+        group: A gloo group of all processes; None for a single process.
+        timeout: Seconds after which a waiting process raises an error.
+        trainer: Indicates whether SIGTERM was received, and whether an exception was raised.
     """
 
     cells: "Cells | None" = None  # in one machine
@@ -74,11 +75,11 @@ class Meeting:
             work.get_future().add_done_callback(note)
         return work
 
-    def gather(self, row: np.ndarray, purpose: str) -> np.ndarray:
-        """The rows (n,) of all processes: (P, n).
+    def all_gather(self, row: np.ndarray, purpose: str) -> np.ndarray:
+        """Rows (n,) of all processes: (P, n).
 
         Raises:
-            ProcessEnded: If another process brings a row for another purpose, or has ended.
+            PeerFailure: If a process has exited, or is at a different synchronization point.
         """
         sent = np.ascontiguousarray(row).reshape(-1).view(np.uint8)
         if self.waits_for_nobody:
@@ -86,21 +87,23 @@ class Meeting:
         cell, self.count = np.zeros(1, CELL), self.count + 1
         cell["count"], cell["length"], cell["purpose"] = self.count, len(sent), purpose.encode()
         cell["row"][0, : len(sent)] = sent[:ROW]
-        cells = (self.cells.gather(cell) if self.cells else self._send_to_all(cell))[:, 0]
+        cells = (self.cells.all_gather(cell) if self.cells else self._send_to_all(cell))[:, 0]
         if any((cells[field] != cell[field]).any() for field in PLACE):
             places = [f"process {i}: {each.decode()}" for i, each in enumerate(cells["purpose"])]
             where = ", ".join(places)
-            raise ProcessEnded(f"the processes are at different places ({where}). {CAUSES}.")
+            raise PeerFailure(
+                f"processes are waiting at different synchronization points ({where}). {CAUSES}."
+            )
         rows = cells["row"][:, : len(sent)]
         if len(sent) > ROW:
             rows = np.concatenate([rows, self._send_to_all(sent[ROW:])], axis=1)
         return np.ascontiguousarray(rows).view(row.dtype)
 
-    def gather_objects(self, item: Any, purpose: str) -> list[Any]:
-        """The items of all processes, which can be pickled."""
+    def all_gather_objects(self, item: Any, purpose: str) -> list[Any]:
+        """Picklable items of all processes."""
         row = np.frombuffer(pickle.dumps(item), np.uint8)
-        lengths = self.gather(np.array([len(row)]), purpose)[:, 0].tolist()
-        rows = self.gather(np.resize(row, max(lengths)), purpose)
+        lengths = self.all_gather(np.array([len(row)]), purpose)[:, 0].tolist()
+        rows = self.all_gather(np.resize(row, max(lengths)), purpose)
         return [pickle.loads(each[:length]) for each, length in zip(rows, lengths)]
 
     def _send_to_all(self, row: np.ndarray) -> np.ndarray:
@@ -134,7 +137,7 @@ class Meeting:
         except RuntimeError as error:
             others = [each for each in range(self.size) if each != self.rank]
             who = f"process {others[0]}" if len(others) == 1 else "another process"
-            raise ProcessEnded(f"{who} {ENDED}") from error
+            raise PeerFailure(f"{who} {ENDED}") from error
 
     def map_memory(self, num_bytes: int) -> Tensor | None:
         """Zeros that all processes have mapped, (num_bytes,), or None if one of them cannot.
@@ -147,47 +150,46 @@ class Meeting:
                 file = os.memfd_create(f"lightning_mgpu.{token}")
                 os.posix_fallocate(file, 0, num_bytes)
                 place[:] = os.getpid(), file, token
-        place = self.gather(place, "shared memory")[0]
+        place = self.all_gather(place, "shared memory")[0]
         path = f"/proc/{place[0]}/fd/{place[1]}"
         # on another machine, or in another container, the path is another file or none
         with suppress(OSError, RuntimeError):
             if os.readlink(path) == f"/memfd:lightning_mgpu.{place[2]} (deleted)":
                 memory = torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8)
-        is_mapped = self.gather(np.array([memory is not None]), "mapped memory")
+        is_mapped = self.all_gather(np.array([memory is not None]), "mapped memory")
         if self.rank == 0 and place[1]:
             os.close(place[1])
         return memory if is_mapped.all() else None
 
     def use_memory(self) -> None:
-        """Meet in memory that all have mapped, if that is possible, from now on."""
+        """Exchange control messages in shared memory from now on, if all processes can map it."""
         memory = self.map_memory(2 * self.size * SLOT.itemsize)
         self.cells = None if memory is None else Cells(self, memory)
 
 
 class Cells:
-    """The cells of all processes in mapped memory, each beside a count of the meetings.
+    """Cells of all processes in shared memory, each beside a count of control messages.
 
-    There are two sets, used in turn, because another process may still read those of the last
-    meeting.
+    There are two sets, used in turn, because another process may still be reading the last one.
     """
 
-    def __init__(self, meeting: Meeting, memory: Tensor) -> None:
-        self.slots = memory.numpy().view(SLOT).reshape(2, meeting.size, 1)
-        self.meeting, self.count = meeting, 0
-        process_ids = meeting.gather(np.array([os.getpid()]), "process ids")
+    def __init__(self, control: ControlPlane, memory: Tensor) -> None:
+        self.slots = memory.numpy().view(SLOT).reshape(2, control.size, 1)
+        self.control, self.count = control, 0
+        process_ids = control.all_gather(np.array([os.getpid()]), "process ids")
         self.process_ids = process_ids[:, 0].tolist()
-        self.has_cores = len(os.sched_getaffinity(0)) >= meeting.size
+        self.has_cores = len(os.sched_getaffinity(0)) >= control.size
 
-    def gather(self, cell: np.ndarray) -> np.ndarray:
+    def all_gather(self, cell: np.ndarray) -> np.ndarray:
         self.count += 1
-        now, rank = self.count, self.meeting.rank
+        now, rank = self.count, self.control.rank
         slots = self.slots[now % 2]
         counts, cells = slots["count"], slots["cell"]
         cells[rank] = cell
         os.sched_yield()  # a fence: others see the cell before the count
         counts[rank] = now
-        with self.meeting.span("waiting"):
-            wait(self.meeting, lambda: np.flatnonzero(counts < now).tolist(), self._pause)
+        with self.control.span("waiting"):
+            wait(self.control, lambda: np.flatnonzero(counts < now).tolist(), self._pause)
         os.sched_yield()
         return cells
 
