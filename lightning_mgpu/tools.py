@@ -47,11 +47,11 @@ RANGES = {  # the smallest and the largest value of an option, where Lightning a
 }
 
 
-RENAMED = {  # names of earlier versions: options of our strategies, a strategy, and subcommands
-    "every": "sync_every",
-    "delay": "sync_delay",
-    "outer": "outer_step",
-    "split": "device_shares",
+RENAMED = {  # names of earlier versions: options of our strategies, a strategy, a subcommand
+    "--trainer.strategy.every": "--trainer.strategy.sync_every",
+    "--trainer.strategy.delay": "--trainer.strategy.sync_delay",
+    "--trainer.strategy.outer": "--trainer.strategy.outer_step",
+    "--trainer.strategy.split": "--trainer.strategy.device_shares",
     "exchange_sign": "exchange_ef_sign",
     "allreduce": "trace",
     "--slow": "--slowdown",
@@ -149,7 +149,7 @@ def check_range(option: str, value: Any) -> None:
 
 
 def renamed(old: str) -> str:
-    """`every is called sync_every now`, or nothing for a name that was not changed."""
+    """`allreduce is called trace now`, or nothing for a name that was not changed."""
     return f"{old} is called {RENAMED[old]} now" if old in RENAMED else ""
 
 

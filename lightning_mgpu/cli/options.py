@@ -79,8 +79,8 @@ def refuse_old_names(options: dict[str, Any]) -> None:
     if hint := renamed(strategy):
         raise UsageError(f"{STRATEGY}={strategy}: {hint}")
     for old in RENAMED if strategy.startswith(("exchange", "dp", "lightning_mgpu.")) else ():
-        if f"trainer.strategy.{old}" in options:
-            raise UsageError(f"{STRATEGY}.{old}: {renamed(old)}")
+        if old.removeprefix("--") in options:
+            raise UsageError(renamed(old))
 
 
 def newest_run() -> Path:

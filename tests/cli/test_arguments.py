@@ -166,14 +166,14 @@ def test_ranges_name_options_that_exist(option, main, capfd):
 
 OLD_NAMES = {
     ("fit", "--trainer.strategy=exchange_sign"): "exchange_sign is called exchange_ef_sign now",
-    ("fit", "--trainer.strategy=dp", "--trainer.strategy.split=[1]"): "split is called device_shar",
+    ("fit", "--trainer.strategy=dp", "--trainer.strategy.split=[1]"): "split is called --trainer",
     (
         "fit",
         "--trainer.strategy=exchange_diloco",
         "--trainer.strategy.every=2",
-    ): "called sync_every",
-    ("fit", "-c", "old.yaml"): "--trainer.strategy.delay: delay is called sync_delay now",
-    ("fit", "--resume=old"): "--trainer.strategy.outer: outer is called outer_step now",
+    ): "called --trainer.strategy.sync_every",
+    ("fit", "-c", "old.yaml"): "delay is called --trainer.strategy.sync_delay now",
+    ("fit", "--resume=old"): "outer is called --trainer.strategy.outer_step now",
     ("allreduce", "ring"): "no subcommand 'allreduce': allreduce is called trace now",
     ("network", "--slow=1,2", "fit"): "--slow is called --slowdown now",
     ("network", "--faster", "2", "fit"): "--faster is called --speedup now",

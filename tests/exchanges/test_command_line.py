@@ -53,7 +53,7 @@ def test_killed_and_resumed(command, tmp_path):
     code, out, err = command("fit", "--resume=killed", timeout=200)
     assert code == 0 and "epoch 1/" not in out, f"{out}\n{err}"
     whole, killed = (last(tmp_path / name) for name in ("whole", "killed"))
-    assert whole["exchange"]["num_bytes"] == killed["exchange"]["num_bytes"]
+    assert whole["exchange_states"]["num_bytes"] == killed["exchange"]["num_bytes"]
     for name, value in whole["state_dict"].items():
         assert torch.equal(value, killed["state_dict"][name]), name
 
