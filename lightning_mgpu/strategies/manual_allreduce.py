@@ -1,6 +1,6 @@
 """The textbook's data parallelism as a Lightning Strategy (d2l.ai, 'Training on Multiple GPUs').
 
-README.md names the place of each function of the chapter; `__init__.py` has the way of a batch.
+docs/internals.md lists the functions of the chapter; `__init__.py` has the way of a batch.
 """
 
 import math

@@ -161,3 +161,12 @@ def test_command(main, tmp_path, capsys):
     ):
         assert main("trace", *args) == 2
         assert error in capsys.readouterr().err
+
+
+def test_exchange_of_the_readme(main, tmp_path, capsys):
+    pytest.importorskip("lightning_mgpu.exchanges")  # they can be deleted
+    text = (REPOSITORY / "README.md").read_text()
+    [code] = re.findall(r"```python\n# my_half.py\n(.*?)```", text, re.DOTALL)
+    (tmp_path / "readme_half.py").write_text(code)
+    assert main("trace", "readme_half.my_half") == 0
+    assert "50.000% of the tensor to each other device" in capsys.readouterr().out
