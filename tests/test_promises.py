@@ -112,7 +112,7 @@ def save_and_resume(run: Run) -> Any:
     return [dict(saved["state_dict"]), saved["optimizer_states"], resumed]
 
 
-SAME_BITS = "same bits with `replicas=4` on 1, 2 and 4 devices"
+SAME_BITS = "bitwise identical with `replicas=4` on 1, 2 and 4 devices"
 PROMISES: dict[str, Callable[[Run], Any]] = {
     "parameters": partial(train, Net, EVEN),
     "uneven batches": partial(train, Net, UNEVEN),
