@@ -1,4 +1,4 @@
-"""`exchange_gradients` is to be overridden: docs/strategies.md clips every replica's gradient."""
+"""`exchange_gradients` is to be overridden: docs/internals.md clips every replica's gradient."""
 
 import re
 from pathlib import Path
@@ -16,7 +16,7 @@ from tests.cases import Manual
 from tests.strategies.conftest import Net, assert_close, attempt, fit, samples
 
 NORM = 0.1
-PAGE = (Path(__file__).parents[2] / "docs" / "strategies.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "internals.md").read_text()
 [CODE] = re.findall(r"```python\n# my_strategy.py\n(.*?)```", PAGE, flags=re.DOTALL)
 DEFINED: dict[str, Any] = {"__name__": "my_strategy"}
 assert "(1.0 / norm)" in CODE
