@@ -31,6 +31,7 @@ OWN = (REPOSITORY / "README.md").read_text().partition("\n## Your own allreduce\
 SECTION = (REPOSITORY / "docs" / "adding.md").read_text() + OWN.partition("\n## ")[0]
 FILES = dict(re.findall(r"```(?:python|yaml)\n# (\S+)\n(.*?)```", SECTION, flags=re.DOTALL))
 RUNS = re.findall("^python -m lightning_mgpu fit .*", SECTION, flags=re.MULTILINE)
+[DIFF] = re.findall(r"```diff\n(.*?)```", SECTION, flags=re.DOTALL)
 CPU = "--trainer.accelerator=cpu"
 SHORT = (CPU, "--data.source=synthetic", "--trainer.max_epochs=1")
 LIMITS = tuple(f"--trainer.limit_{stage}_batches=2" for stage in ("train", "val", "test"))
@@ -133,3 +134,30 @@ def test_a_plain_lightning_module(main, capfd):
     strategy = ("--trainer.strategy=manual_allreduce", *ONE_PROCESS)
     assert main("fit", *parts, CPU, *LIMITS, *strategy) == 0
     assert "model:    BoringModel, 66 parameters" in capfd.readouterr().out
+
+
+def patched(script: str) -> str:
+    """The plain script, with the page's diff applied."""
+    for hunk in DIFF.split("@@\n"):
+        lines = hunk.splitlines(keepends=True)
+        before, after = ("".join(x[1:] for x in lines if x[0] in kept) for kept in (" -", " +"))
+        assert script.count(before) == 1, before
+        script = script.replace(before, after)
+    return script
+
+
+def run_script(path: Path) -> float:
+    """A plain script in one of several processes; the loss in its last validation."""
+    os.chdir(path.parent)
+    names = runpy.run_path(str(path), run_name="__main__")
+    return float(names["trainer"].callback_metrics["val_loss"])
+
+
+def test_a_plain_script_before_and_after(project):
+    """It trains under ddp. With the page's diff, it learns what it learns on one device."""
+    before, after, one = (project / name for name in ("my_plain.py", "after.py", "one.py"))
+    after.write_text(patched(before.read_text()))
+    one.write_text(after.read_text().replace("devices=2", "devices=1"))
+    assert run_in_processes(2, run_script, before)[0] < 0.2, "it learns: 1.0 is chance"
+    [expected] = run_in_processes(1, run_script, one)
+    assert run_in_processes(2, run_script, after) == pytest.approx([expected] * 2, rel=1e-4)
