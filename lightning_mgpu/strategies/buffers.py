@@ -1,7 +1,7 @@
-"""Every replica starts an update with the same buffers.
+"""Synchronizes buffers, so that every replica starts an optimizer step with the same ones.
 
-The running statistics of normalization layers are averaged over the replicas, in their order. Of
-any other buffer the first replica's value is kept.
+The running statistics of normalization layers are averaged over the replicas, in rank order. All
+other buffers are set to the value of rank 0, as in DDP.
 """
 
 import torch
@@ -14,17 +14,17 @@ STATISTICS = (*AVERAGED, "num_batches_tracked")
 
 
 def read_buffers(module: nn.Module, num_bytes: int) -> Tensor:
-    """A copy of all buffers in one row of bytes, as many as before a step."""
+    """Copy all buffers into one row of bytes, (num_bytes,)."""
     parts = [*map(to_bytes, module.buffers())]
     row = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
     if len(row) != num_bytes:
-        raise RuntimeError("A step has made a buffer, or changed its shape: make it before fit.")
+        raise RuntimeError("A step created a buffer or changed its shape: create it before fit.")
     return row
 
 
 @torch.no_grad()
 def write_buffers(module: nn.Module, rows: Tensor) -> None:
-    """Set the buffers to what the rows (k, bytes) of k replicas become."""
+    """Set the buffers from the rows of all replicas, (k, num_bytes)."""
     end = 0
     for name, buffer in module.named_buffers():
         start, end = end, end + buffer.nbytes
@@ -33,6 +33,6 @@ def write_buffers(module: nn.Module, rows: Tensor) -> None:
         is_mean = name.endswith(AVERAGED) and len(rows) > 1
         value = (values.mean(0) if is_mean else values[0]).view(buffer.shape)
         if name.endswith(STATISTICS):
-            buffer.data.copy_(value)  # the backward pass does not need them
+            buffer.data.copy_(value)  # not needed by the backward pass
         elif not torch.equal(value, buffer):
-            buffer.copy_(value)  # autograd raises if it needs the buffer as it was
+            buffer.copy_(value)  # autograd raises if it needs the old value

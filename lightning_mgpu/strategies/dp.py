@@ -1,4 +1,4 @@
-"""`dp`: `torch.nn.DataParallel`'s way, which the Lightning Trainer dropped in 2.0."""
+"""`dp`: data parallelism like `torch.nn.DataParallel`, which Lightning dropped in 2.0."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -20,18 +20,18 @@ from lightning_mgpu.strategies.loss import split_loss
 
 
 class DataParallelStrategy(SingleDeviceStrategy):
-    """One process and one set of parameters, copied to the other devices for every training step.
+    """One process and one set of parameters, copied to the other devices in every training step.
 
-    Each device runs the step on its shard of the batch, with copies of the parameters. Autograd
-    knows the copies, so the backward pass of the mean loss adds all gradients up on the first
-    device, where one optimizer makes the update. In `manual_allreduce` every replica updates
-    itself. The first shard's buffers are kept, for example BatchNorm's running statistics. Outputs
-    other than the loss are those of the last shard. Evaluation runs on the first device. A batch
-    of fewer samples than devices takes fewer devices.
+    Each device runs the step on its shard of the batch with a copy of the parameters. The copies
+    are part of the autograd graph, so one backward pass of the mean loss accumulates all gradients
+    on the first device, for a single optimizer. (In `manual_allreduce` every replica has its own.)
+    Buffers, for example BatchNorm's running statistics, are kept from the first shard, and outputs
+    other than the loss from the last. Evaluation runs on the first device. A batch with fewer
+    samples than devices uses fewer devices.
 
     Args:
-        device_shares: The devices' shares of a batch, for example `[0.7, 0.3]`. Default: equal.
-        parallel_devices: Instead of the Trainer's. A device may occur twice, or a CPU beside GPUs.
+        device_shares: Share of a batch per device, for example `[0.7, 0.3]`. Default: equal.
+        parallel_devices: Override the Trainer's devices. May repeat a device, or mix CPU and GPUs.
     """
 
     is_in_step = False
@@ -51,22 +51,22 @@ class DataParallelStrategy(SingleDeviceStrategy):
     def _configure_launcher(self) -> None:
         environment: Any = self.cluster_environment
         k = len(self.parallel_devices)
-        refuse(self.num_nodes * environment.world_size() > 1, "runs as one process: use ddp")
-        refuse(self._layer_sync is not None, "has no sync_batchnorm: use manual_allreduce or ddp")
+        reject(self.num_nodes * environment.world_size() > 1, "supports only one process: use ddp")
+        reject(self._layer_sync is not None, "has no sync_batchnorm: use manual_allreduce or ddp")
         self.shares = self.device_shares or [1] * k
         is_wrong = len(self.shares) != k or min(self.shares) <= 0
-        refuse(is_wrong, f"needs {k} device_shares > 0, not {self.device_shares}")
+        reject(is_wrong, f"got device_shares={self.device_shares}: must be {k} positive numbers")
 
     def all_gather(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        refuse(self.is_in_step, "has no all_gather inside a step, where shards run one by one")
+        reject(self.is_in_step, "does not support all_gather in a step: shards run sequentially")
         return super().all_gather(tensor, *args, **kwargs)
 
     def training_step(self, batch: Any, *args: Any) -> Any:
         module: Any = self.lightning_module
-        refuse(not module.automatic_optimization, "has no manual optimization: use ddp")
+        reject(not module.automatic_optimization, "does not support manual optimization: use ddp")
         num = num_samples(batch) if len(self.shares) > 1 else 1
         sizes, devices = shard_sizes(num, self.shares[:num]), self.parallel_devices[:num]
-        # all copies are made before the first shard runs, which may edit what is copied
+        # copy before the first shard runs, because its step may edit parameters or buffers
         copies = [{}, *(copy_tensors(module, device) for device in devices[1:])]
         outputs, states, results = [], set(), module.trainer._results
         is_first_batch = module.trainer.fit_loop.total_batch_idx == 0
@@ -82,49 +82,49 @@ class DataParallelStrategy(SingleDeviceStrategy):
                     states.add(checksum(kept))
         results.batch, results.batch_size = batch, None
         self.is_in_step = False
-        differs = "edits that differ between shards, of parameters or buffers: use one device"
-        refuse(len(states) > 1, f"loses {differs}, or edit in `on_train_batch_end`")
+        edits = "edits of parameters or buffers that differ between shards"
+        reject(len(states) > 1, f"loses {edits}: edit in `on_train_batch_end`, or use one device")
         return self._mean(outputs, sizes)
 
     def _mean(self, outputs: list[Any], sizes: list[int]) -> Any:
-        """The last output, with the mean loss over all samples."""
+        """The output of the last shard, with the mean loss over all samples."""
         losses, weights = zip(*map(split_loss, outputs))
         has_weights = weights[0] is not None
         module: Any = self.lightning_module
         accumulates = module.trainer.accumulate_grad_batches > 1
-        refuse(None in losses, "needs a loss of every shard")
+        reject(None in losses, "needs a loss from every shard")
         kinds = {weight is None for weight in weights}
-        refuse(len(kinds) > 1, "needs weights of all or none")
-        refuse(has_weights and accumulates, "takes no weights where gradients are accumulated")
+        reject(len(kinds) > 1, "needs a weight with the loss of every shard, or of none")
+        reject(has_weights and accumulates, "does not support weights with accumulate_grad_batches")
         shares = weights if has_weights else sizes
-        # a loss with weight 0 may be NaN: it does not count
+        # a loss with weight 0 may be NaN: omit it
         terms = [loss.to(self.root_device) * w for loss, w in zip(losses, shares) if w]
-        if not terms:  # nothing counts: Lightning leaves the update out
+        if not terms:  # all weights are 0: Lightning skips the optimizer step
             return None
         loss = sum(terms) / sum(shares)
         return {**outputs[-1], "loss": loss} if isinstance(outputs[-1], Mapping) else loss
 
 
 def copy_tensors(module: Any, device: torch.device) -> dict[str, Tensor]:
-    """Parameters and buffers, without those of metrics, which stay on the first device."""
+    """Copy parameters and buffers, except of metrics, which stay on the first device."""
     modules = module.named_modules()
-    metrics = tuple(f"{n}." for n, each in modules if isinstance(each, Metric))
+    metrics = tuple(f"{n}." for n, layer in modules if isinstance(layer, Metric))
     named = [*module.named_parameters(), *module.named_buffers()]
     return {n: t.to(device, copy=True) for n, t in named if not n.startswith(metrics)}
 
 
 @contextmanager
 def using(module: Any, tensors: dict[str, Tensor], device: torch.device) -> Iterator[None]:
-    """Let a module compute on another device, with other parameters and buffers."""
+    """Run the module on a device, with these parameters and buffers."""
     with ExitStack() as stack:
         stack.enter_context(_reparametrize_module(module, tensors, tie_weights=True))
         replace(stack, module, "_device", device)
-        for each in module.modules():
-            if isinstance(each, Metric):
-                replace(stack, each, "update", partial(move_and_call, each.update, each.device))
-            if isinstance(each, nn.RNNBase):  # it has a second list of its parameters
-                weights = [getattr(each, name, None) for name in each._flat_weights_names]
-                replace(stack, each, "_flat_weights", weights)
+        for layer in module.modules():
+            if isinstance(layer, Metric):
+                replace(stack, layer, "update", partial(move_and_call, layer.update, layer.device))
+            if isinstance(layer, nn.RNNBase):  # it has a second list of its parameters
+                weights = [getattr(layer, name, None) for name in layer._flat_weights_names]
+                replace(stack, layer, "_flat_weights", weights)
         yield
 
 
@@ -138,6 +138,6 @@ def move_and_call(function: Any, device: torch.device, *args: Any, **kwargs: Any
     function(*args, **kwargs)
 
 
-def refuse(is_asked_for: bool, reason: str) -> None:
-    if is_asked_for:
+def reject(is_unsupported: bool, reason: str) -> None:
+    if is_unsupported:
         raise MisconfigurationException(f"Strategy dp {reason}.")

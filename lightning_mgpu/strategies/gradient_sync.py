@@ -1,4 +1,4 @@
-"""Sums the gradients of an update over all replicas, with one control message."""
+"""Sums the gradients of an optimizer step over all replicas, with one control message."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,28 +20,28 @@ from lightning_mgpu.distributed.processes.control_plane import ControlPlane
 from lightning_mgpu.distributed.processes.failures import drop_group
 from lightning_mgpu.strategies.buffers import read_buffers, write_buffers
 
-BUFFERS, CONTROL = "buffers", "control message"  # keys of their schedules
+BUFFERS, CONTROL = "buffers", "control message"  # keys of their message schedules
 
 
 class GradientSync:
-    """The gradients and buffers of one `fit`. A failed one's messages belong to no other.
+    """Synchronizes the gradients and buffers of one `fit`, in a separate process group.
 
     Args:
-        module: Its parameters may change between updates.
+        module: Its parameters may change between optimizer steps.
         control: Exchanges control messages.
-        consistency: What these compare, beside the parameters.
-        sync_bucket: Makes the message schedule of a bucket.
-        prepare_buckets: Is called with new buckets, before their first messages. Returns a number
+        consistency: Packs and verifies the invariants in them.
+        sync_bucket: Returns the message schedule of a bucket.
+        prepare_buckets: Called with new buckets, before their first messages. Returns a checksum
             that must be identical in all processes.
         is_elementwise: Whether the allreduce may be called on slices of a bucket.
-        cap: Bytes after which a bucket is full; 0 means one bucket per dtype.
-        in_memory: Whether gradients are summed in shared memory, if there is some.
-        device: Of the module. Between GPUs, messages wait for the control message: a process that
-            fails before it would leave the others in a kernel.
-        overlaps: Whether buckets are sent during the backward pass.
+        cap: Bucket size in bytes; 0 means one bucket per dtype.
+        in_memory: Whether gradients are summed in shared memory, if available.
+        device: The module's device. GPUs send after the control message: if one process failed
+            before it, the others would hang in an NCCL kernel.
+        overlaps: Whether communication overlaps the backward pass.
     """
 
-    found_nonfinite = False  # whether a schedule of any process has replaced non-finite values
+    found_nonfinite = False  # whether a message schedule of any rank replaced non-finite values
 
     def __init__(
         self,
@@ -72,16 +72,16 @@ class GradientSync:
     def reduce(
         self, gradients: Gradients, purpose: str, invariants: Mapping[str, int], buffers: bool
     ) -> Gradients:
-        """The sums of gradients over all replicas.
+        """Sum gradients over all replicas.
 
         Args:
-            gradients: Of this replica. Those that were not sent during the backward pass are sent.
-            purpose: A name for the control message.
-            invariants: What it compares, by name, beside the parameters.
+            gradients: Local gradients. Buckets not sent during the backward pass are sent now.
+            purpose: Name of the control message.
+            invariants: Values that it verifies, by name, in addition to the parameters.
             buffers: Whether the module's buffers are also synchronized.
 
         Returns:
-            The sums, for parameters of which any replica has a gradient.
+            The sums, for parameters with a gradient in at least one replica.
         """
         with self.control.span("sums"):
             while True:
@@ -93,27 +93,27 @@ class GradientSync:
                 self._reducer.finish({})  # a hook edited gradients that were in flight
 
     def send(self, gradients: Gradients, invariants: Mapping[str, int]) -> None:
-        """Send gradients and a control message, and return at once. `receive` gets the sums."""
+        """Send gradients and a control message without waiting. `receive` returns the sums."""
         row = torch.from_numpy(self._start(gradients, invariants))
         self.transport.start(CONTROL, all_gather_bytes(row, self.control.size))
 
     def receive(self) -> Gradients:
-        """The sums of the gradients that were sent."""
+        """Wait for the sums of the gradients that `send` has sent."""
         results = self._reducer.finish({})
         return self._take_sums(results, self._read_flags(results[CONTROL].numpy()))
 
     def _start(
         self, gradients: Gradients, invariants: Mapping[str, int], buffers: bool = False
     ) -> np.ndarray:
-        """Send the gradients that were not sent yet. Returns the control message."""
+        """Send the remaining gradients. Returns the control message."""
         self.prepare()
         for p, g in gradients.items():
             if g.layout != torch.strided:
                 raise MisconfigurationException("Sparse gradients: use nn.Embedding(sparse=False).")
             if g.dtype != p.dtype:
                 raise MisconfigurationException(
-                    f"A gradient of {g.dtype} for a parameter of {p.dtype} is not supported: leave "
-                    "`grad_dtype` as it is."
+                    f"A {g.dtype} gradient of a {p.dtype} parameter is not supported: do not set "
+                    "`grad_dtype`."
                 )
         reducer, layout = self._reducer, self._reducer.layout
         is_edited = reducer.is_edited(gradients)
@@ -126,7 +126,7 @@ class GradientSync:
         return self.consistency.pack({"parameters": trained, **invariants}, payload)
 
     def _read_flags(self, rows: np.ndarray) -> list[bool]:
-        """Of any process: is one edited, has one non-finite values, has each parameter one."""
+        """Flags of any process: edited, non-finite, and one per parameter with a gradient."""
         payloads: Any = self.consistency.verify(rows)
         flags: Any = np.unpackbits(payloads, axis=1, count=2 + len(self._reducer.layout))
         return flags.any(axis=0).tolist()
@@ -140,19 +140,19 @@ class GradientSync:
         return {p: sums[p] for p, is_present in zip(layout, has_gradient) if is_present}
 
     def sync_buffers(self) -> None:
-        """Synchronize the module's buffers by messages of their own."""
+        """Synchronize the module's buffers separately from gradients."""
         if self.num_buffer_bytes and self.control.size > 1:
             self._start_buffers()
             self.control.all_gather(np.zeros(1, np.uint8), BUFFERS)
             write_buffers(self.module, self.transport.finish()[BUFFERS])
 
     def _start_buffers(self) -> None:
-        """After the control message: gloo would abort a process that is somewhere else."""
+        """Buffers follow the control message: gloo aborts if processes send different messages."""
         row = read_buffers(self.module, self.num_buffer_bytes)
         self.transport.start(BUFFERS, all_gather_bytes(row, self.control.size), waits=True)
 
     def prepare(self) -> None:
-        """Make new buckets, if parameters have changed since the last update.
+        """Create new buckets if parameters have changed since the last optimizer step.
 
         Raises:
             RuntimeError: If processes have different parameters, or different plans for them.
@@ -160,7 +160,7 @@ class GradientSync:
         layout = self.get_layout()
         if self._reducer is None or self._reducer.layout != layout:
             if self._reducer is not None and self._reducer.num_started:
-                raise RuntimeError("A hook of a backward pass may not change `requires_grad`.")
+                raise RuntimeError("`requires_grad` must not change during a backward pass.")
             row = self.consistency.pack({"parameters": crc_of([*layout.values()])})
             self.consistency.verify(self.control.all_gather(row, "new parameters"))
             self.transport.memory.clear()
@@ -172,7 +172,7 @@ class GradientSync:
     def during_backward(self) -> Iterator[None]:
         """In this context, a backward pass sends each bucket as soon as its gradients are ready.
 
-        It sends none in the first update, nor in one with a new layout of parameters.
+        Nothing is sent early in the first optimizer step, or after parameters have changed.
         """
         reducer = self._reducer if self.overlaps else None
         if reducer is None or not reducer.sends_messages or reducer.layout != self.get_layout():
@@ -182,7 +182,7 @@ class GradientSync:
                 yield
 
     def get_layout(self) -> dict[Tensor, Any]:
-        """Parameters that require a gradient, or did once, and what must be identical of each."""
+        """Parameters that require gradients, or did before, with name, dtype, shape and strides."""
         self.layout = {
             p: (name, p.dtype, p.shape, p.stride())
             for name, p in self.module.named_parameters()

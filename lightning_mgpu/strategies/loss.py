@@ -1,4 +1,4 @@
-"""The output of a step: `{"loss": loss, "weight": n}` is a mean over n things."""
+"""The output of a training step: in `{"loss": loss, "weight": n}`, loss is a mean over n items."""
 
 import math
 from collections.abc import Mapping
@@ -10,27 +10,27 @@ from torch import Tensor
 
 
 def split_loss(output: Any) -> tuple[Tensor | None, float | None]:
-    """The 0-d loss, and its weight.
+    """Split the output of a step into the 0-d loss and its weight.
 
     Raises:
-        MisconfigurationException: If one of them is not a number.
+        MisconfigurationException: If the loss or the weight is not a scalar.
     """
-    given = output if isinstance(output, Mapping) else {"loss": output}
-    loss, weight = given.get("loss"), given.get("weight")
+    outputs = output if isinstance(output, Mapping) else {"loss": output}
+    loss, weight = outputs.get("loss"), outputs.get("weight")
     if loss is not None and not (isinstance(loss, Tensor) and loss.numel() == 1):
-        raise MisconfigurationException("A step's loss must be a tensor of one number.")
+        raise MisconfigurationException("The loss of `training_step` must be a scalar tensor.")
     if isinstance(weight, Tensor) and weight.numel() != 1:
         raise MisconfigurationException(
-            f"The weight of a loss has {weight.numel()} numbers: give their sum, one number of "
-            "samples, tokens or pixels over which the loss is a mean."
+            f"The weight of a loss has {weight.numel()} elements: it must be a scalar, the number "
+            "of samples, tokens or pixels that the loss is a mean over. Return the sum."
         )
     if weight is not None and not (math.isfinite(weight := float(weight)) and weight >= 0):
-        raise MisconfigurationException(f"The weight of a loss is {weight}: it must be 0 or more.")
+        raise MisconfigurationException(f"The weight of a loss is {weight}: must be finite, >= 0.")
     return None if loss is None else loss.reshape(()), weight
 
 
 def scale_gradient(loss: Tensor, share: float) -> Tensor:
-    """The loss, with its gradient times a share. With share 0 there is none, not even NaN."""
+    """The loss, with its gradient scaled by a share. A share of 0 gives zeros, never NaN."""
     if share == 1:
         return loss
     if share == 0:

@@ -1,6 +1,6 @@
-"""The textbook's data parallelism as a Lightning Strategy (d2l.ai, 'Training on Multiple GPUs').
+"""The book's data parallelism as a Lightning Strategy (d2l.ai, 'Training on Multiple GPUs').
 
-docs/internals.md lists the functions of the chapter; `__init__.py` has the way of a batch.
+`__init__.py` follows a batch through the functions of this strategy.
 """
 
 import math
@@ -40,7 +40,7 @@ from lightning_mgpu.strategies.window import AccumulationWindow
 from lightning_mgpu.tools import EXCHANGE
 
 BUCKET_CAP_MB = 4.0  # between CPUs of several machines
-SEED = "seed of steps"  # of the fit that a checkpoint is of
+SEED = "seed of steps"  # key of a checkpoint
 
 
 class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
@@ -49,32 +49,32 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
     Args:
         allreduce: Overwrites each of k tensors, one per replica, with the sum of all (see
             `lightning_mgpu.allreduce`). On the command line: its dotted path.
-        as_written: Processes run the allreduce each on its own gradients, and send the messages
-            that it describes: on a ring, around the ring. Otherwise gradients are gathered, and the
-            function is called in one place, which is the fewest bytes. The sums are bitwise
-            identical. See `lightning_mgpu.allreduce.record`.
-        replicas: k, a multiple of the number of devices. If it is larger, several processes share
-            a CPU. The bits of the trained weights depend on k, and not on the number of devices of
-            one kind. Default: one per device.
+        as_written: Send the messages that the allreduce describes, for example around a ring: each
+            process runs it on its own gradients. Otherwise gradients are gathered and the function
+            is called in one place, which sends the fewest bytes. The sums are bitwise identical.
+            See `lightning_mgpu.allreduce.record`.
+        replicas: Number k of virtual replicas, a multiple of the number of devices. Several
+            processes may share a CPU. Bitwise results depend on k, but not on the number of
+            devices of the same kind. Default: one per device.
         bucket_cap_mb: Bucket size in MB, as in DDP, with a smaller first bucket. Buckets are sent
             during the backward pass; 0 sends everything after it. Does not affect results.
-            Default: 4 between CPUs of several machines, 0 between GPUs. On one machine, CPUs have
-            one bucket, in shared memory.
+            Default: 4 between CPUs of several machines, 0 between GPUs. CPUs of one machine use a
+            single bucket in shared memory.
         parallel_devices, process_group_backend, timeout, start_method: As for DDPStrategy.
 
     Raises:
-        ValueError: When `fit` begins, if `allreduce` does not compute the sum in place.
+        ValueError: At the start of `fit`, if `allreduce` does not compute the sum in place.
     """
 
-    uses_shared_memory = True  # on one machine; not if `sync_bucket` sends messages
+    uses_shared_memory = True  # on one machine; an override that sends messages sets it to False
     sync: Any = None  # the `GradientSync` of a fit
-    window: AccumulationWindow | None = None  # that has begun, and has not ended
-    batch: Any = None  # of the running step
-    has_run = False  # a step, since buffers were synchronized
+    window: AccumulationWindow | None = None  # None between optimizer steps
+    batch: Any = None  # of the current step
+    has_run = False  # whether a step has run since buffers were synchronized
     _written: Mapping[Bucket, WrittenBucket] = MappingProxyType({})
-    _is_blocked = False  # in all batches of a window but the last
-    _seed = 0  # for random numbers that the steps of this fit draw
-    _began: Tensor | None = None  # the state of torch's generator when it began
+    _is_blocked = False  # True in all batches of a window but the last
+    _seed = 0  # of random numbers drawn in the steps of this fit
+    _began: Tensor | None = None  # torch's RNG state at the start of the fit
 
     def __init__(
         self,
@@ -92,9 +92,9 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
         if replicas is not None and replicas < 1:
             raise ValueError(f"{replicas=}: must be a positive integer")
         if bucket_cap_mb is not None and not 0 <= bucket_cap_mb < math.inf:
-            raise ValueError(f"{bucket_cap_mb=}: must be a number of MB; 0 is one bucket")
+            raise ValueError(f"{bucket_cap_mb=}: must be a number of MB, 0 or more")
         super().__init__(
-            parallel_devices=[torch.device(each) for each in parallel_devices or ()] or None,
+            parallel_devices=[torch.device(name) for name in parallel_devices or ()] or None,
             process_group_backend=process_group_backend,
             timeout=timeout,
             start_method=start_method,
@@ -104,7 +104,7 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
 
     @property
     def description(self) -> str:
-        """For the header of a run: what is done with gradients."""
+        """How gradients are summed, for the header of a run."""
         how = ", as written" if self.as_written else " on gathered gradients"
         return name_of(self.allreduce) + how
 
@@ -114,11 +114,11 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
             output = super().training_step(batch, *args, **kwargs)
         self.has_run = True
         if not self.module.automatic_optimization:
-            self.sync_buffers()  # there may be no backward pass after them
+            self.sync_buffers()  # a backward pass need not follow
             return output
         output = window.make_loss(output)
         callbacks = vars(self.module.trainer)["callbacks"]
-        if any(isinstance(each, _LRCallback) for each in callbacks) and self.world_size > 1:
+        if any(isinstance(callback, _LRCallback) for callback in callbacks) and self.world_size > 1:
             return self._set_mean_loss(output, window.factor)
         return output
 
@@ -139,15 +139,15 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
 
     @torch.no_grad()
     def exchange_gradients(self, gradients: Gradients, share: float) -> None:
-        """Leave the sum over all replicas in the `grad` of every parameter.
+        """Set the `grad` of every parameter to the sum over all replicas.
 
         Override it to change gradients after the backward pass, before they are sent. To send them
         in a different way, override `sync_bucket`.
 
         Args:
-            gradients: Of this replica; they may be edited. They are summed over the batches of the
-                window, and multiplied by the share of the shard, and by GradScaler's scale.
-            share: The mean share: `gradients / share` is the replica's own mean gradient.
+            gradients: Local gradients, which may be edited: summed over the batches of the window,
+                and multiplied by the shard's share and by GradScaler's scale.
+            share: The mean share: `gradients / share` is the local mean gradient.
         """
         has_run, self.has_run = self.has_run, False
         invariants = self.batch_invariants()
@@ -156,24 +156,24 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
     def sum_over_replicas(
         self, gradients: Gradients, purpose: str, invariants: dict[str, int], buffers: bool
     ) -> Gradients:
-        """The sums of gradients: see `GradientSync.reduce`."""
+        """Sum gradients over all replicas: see `GradientSync.reduce`."""
         if self.is_single_process and self.uses_shared_memory:
             return gradients
         return self.sync.reduce(gradients, purpose, invariants, buffers)
 
     def sync_bucket(self, bucket: Bucket, gradients: Gradients) -> MessageSchedule:
-        """The message schedule that sums a bucket over all replicas. It may be overridden.
+        """Return the message schedule that sums a bucket over all replicas. May be overridden.
 
         Args:
-            bucket: Its row has a copy of this replica's gradients.
-            gradients: Of this replica, of all parameters whose gradients are ready.
+            bucket: Its row contains a copy of the local gradients.
+            gradients: Local gradients of all parameters whose gradients are ready.
         """
         if self.as_written:
             return self._written[bucket].schedule()
         return sum_gathered(bucket, self.allreduce, self.global_rank)
 
     def prepare_buckets(self, buckets: Sequence[Bucket]) -> int:
-        """Record the allreduce for new buckets, if it runs as written; a checksum of its plans."""
+        """Record plans for new buckets if the allreduce runs as written; returns their checksum."""
         plans = dict[Any, Plan]()  # by shape, strides and dtype
 
         def make_plan(X: Tensor) -> Plan:
@@ -201,26 +201,26 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
                 p.grad = before.add_(total)
 
     def _set_mean_loss(self, output: Any, factor: float) -> Any:
-        """For LearningRateFinder, which reads it: the mean over all replicas, in all of them."""
+        """Set the loss to its mean over all replicas, which LearningRateFinder reads."""
         loss = output["loss"] if isinstance(output, Mapping) else output
         row = np.array([loss.item(), factor])
         rows = self.control.all_gather(row, "losses").reshape(-1, 2).tolist()
         total = sum(factor for _, factor in rows)
-        loss = loss.clone()  # with its own gradient
+        loss = loss.clone()  # keeps the local gradient
         # a loss of weight 0 may be NaN
         loss.data.fill_(sum(value * (factor / total) for value, factor in rows if factor))
         return {**output, "loss": loss} if isinstance(output, Mapping) else loss
 
     def compute_share(self) -> float:
-        """The share of this replica in the samples of the global batch."""
+        """This replica's share of the samples in the global batch."""
         return 1.0 if self.is_single_process else share_of_batch(self.loader_batch, self.batch)
 
     def gather_weights(self, weights: np.ndarray) -> np.ndarray:
-        """The weights of all replicas' losses."""
+        """All-gather the weights of the replicas' losses."""
         return self.control.all_gather(weights, "weights of losses")
 
     def _begin_window(self) -> AccumulationWindow:
-        """The one that has begun in this epoch, or a new one."""
+        """Return the current window of this epoch, or begin a new one."""
         is_of_before = self.window and self.window.epoch != self.module.trainer.current_epoch
         if is_of_before and self.module.automatic_optimization:
             self.sync_buffers()
@@ -234,7 +234,7 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Lightning enters this for all batches of an accumulation window but the last."""
+        """Entered by Lightning for all batches of a window but the last, like DDP's `no_sync`."""
         self._is_blocked = True
         try:
             yield
@@ -251,20 +251,20 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
             self._layer_sync = CPUSyncBatchNorm() if is_on_cpu else self._layer_sync
             self.model = self._layer_sync.apply(self.module)
         super().setup(trainer)
-        if not self.is_single_process and any(isinstance(each, LBFGS) for each in self.optimizers):
+        if not self.is_single_process and any(isinstance(opt, LBFGS) for opt in self.optimizers):
             raise MisconfigurationException(
-                "LBFGS is not supported with several replicas: it decides by the loss, but each "
-                "process sees only its part. Use one device."
+                "LBFGS is not supported with several replicas: it reads the loss, but each process "
+                "computes only the loss of its shard. Use one device."
             )
-        # from torch's generator: two fits of a script draw different numbers, and a fit after the
-        # same `seed_everything` the same
+        # from torch's RNG: successive fits of a script draw different random numbers, and fits
+        # after the same `seed_everything` draw the same
         self._began = torch.get_rng_state()
         self._seed = crc32(self._began.numpy().data)
         self.window, self._is_blocked, self.has_run = None, False, False
-        # a module's own pass may edit gradients, and an override does
+        # a custom `backward` may edit gradients before they are sent, and so may an override
         own = ManualAllreduceStrategy.exchange_gradients
         edits = is_overridden("backward", self.module) or type(self).exchange_gradients is not own
-        # of two NCCL groups, one may send at a time
+        # only one NCCL group may have collectives in flight; torch's SyncBatchNorm uses another
         one_group = self._layer_sync is None or is_on_cpu
         default = BUCKET_CAP_MB if is_on_cpu else 0
         shares_memory = self.uses_shared_memory and not self.as_written
@@ -280,13 +280,13 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
             device=self.root_device,
             overlaps=not edits and one_group,
         )
-        if self.as_written:  # which may raise an error
+        if self.as_written:  # recording may raise an error: do it before training
             self.sync.prepare()
-            self.sync.layout = {}  # hooks may freeze parameters before the first update
+            self.sync.layout = {}  # hooks may freeze parameters before the first step
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if self.module.trainer.fit_loop.total_batch_idx == 1:
-            self.compare_weights()  # after the first batch, and later before each checkpoint
+            self.compare_weights()  # after the first batch; later, before each checkpoint
 
     def save_checkpoint(self, checkpoint: Any, *args: Any, **kwargs: Any) -> None:
         super().save_checkpoint({**checkpoint, SEED: self._seed}, *args, **kwargs)
@@ -294,14 +294,14 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
         if EXCHANGE in checkpoint and not hasattr(self, "exchange"):
             raise MisconfigurationException(
-                "The checkpoint has the state of an exchange: use the strategy that saved it."
+                "The checkpoint contains the state of an exchange: use the strategy that saved it."
             )
         self._seed = checkpoint.get(SEED, self._seed)
         super().load_optimizer_state_dict(checkpoint)
 
     @contextmanager
     def random_numbers(self, purpose: str) -> Iterator[None]:
-        """Random numbers by batch and replica, such as those of dropout."""
+        """A context with RNGs seeded per batch and replica, for example for dropout."""
         if self.is_single_process or not self.module.trainer.training:
             yield
             return
@@ -311,7 +311,7 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
             yield
 
     def sync_buffers(self) -> None:
-        """Synchronize buffers over all replicas, if a step may have made them differ."""
+        """Synchronize buffers over all replicas if a step may have changed them."""
         if self.has_run and not self.module.trainer.interrupted:
             self.sync.sync_buffers()
             self.has_run = False
@@ -321,7 +321,7 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
         self.sync_buffers()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The weights of a checkpoint: all processes ask for them, before anything else."""
+        """The state dict of a checkpoint, with synchronized buffers: all processes call this."""
         self.sync_buffers()
         return super().lightning_module_state_dict()
 
@@ -332,15 +332,15 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
     def teardown(self) -> None:
         if self.sync is not None:
             self.sync.close(self.module.trainer.interrupted)
-        # memory that a garbage collector would keep
+        # release memory that reference cycles would keep alive
         self.sync, self.window, self.batch, self._written = None, None, None, {}
         self.has_run = False
         super().teardown()
         if self._began is not None and torch.equal(torch.get_rng_state(), self._began):
-            torch.rand(1)  # else the steps of a script's next fit would draw the same numbers
+            torch.rand(1)  # else the script's next fit would draw the same random numbers
         self._began = None
 
 
 def name_of(function: Any) -> str:
-    function = getattr(function, "func", function)  # of a partial
+    function = getattr(function, "func", function)  # of functools.partial
     return getattr(function, "__name__", type(function).__name__)

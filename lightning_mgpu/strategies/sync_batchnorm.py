@@ -1,6 +1,6 @@
-"""BatchNorm over the whole batch on CPUs (`sync_batchnorm=True`): torch's layer refuses them.
+"""`sync_batchnorm=True` on CPUs, which torch's SyncBatchNorm does not support.
 
-Equal to one device with the full batch (Ioffe and Szegedy, 2015, algorithm 1).
+Equivalent to BatchNorm of the global batch on one device (Ioffe and Szegedy, 2015, algorithm 1).
 """
 
 from typing import Any
@@ -26,7 +26,7 @@ class _AllReduce(torch.autograd.Function):
 
 
 class SyncedBatchNorm(nn.SyncBatchNorm):
-    """Takes mean and variance over the batches of all processes, which may differ in size."""
+    """Normalizes by mean and variance over the batches of all processes, of any sizes."""
 
     def forward(self, input: Tensor) -> Tensor:
         if not self.training and self.running_mean is not None:
@@ -38,9 +38,9 @@ class SyncedBatchNorm(nn.SyncBatchNorm):
         beside = X.new_tensor([i, i * i, X.numel() / X.size(1)])
         total = _AllReduce.apply(torch.cat([X.sum(dims), beside]))
         mean, n = total[:-3] / total[-1], total[-1].detach()
-        if total[-3] ** 2 != num_processes * total[-2]:  # of equal numbers
+        if total[-3] ** 2 != num_processes * total[-2]:  # equal if all numbers are
             raise RuntimeError(
-                "processes run different BatchNorm layers at a time, for example by a random branch"
+                "processes run different BatchNorm layers at the same time (in a random branch?)"
             )
         centered = X - mean.view(shape)
         var = _AllReduce.apply(centered.square().sum(dims)) / n
@@ -57,14 +57,14 @@ class SyncedBatchNorm(nn.SyncBatchNorm):
 
 
 class CPUSyncBatchNorm(LayerSync):
-    """Exchanges the layers' classes, and puts them back: checkpoints have the plain layers."""
+    """Replaces the layers' classes and restores them: checkpoints contain plain layers."""
 
     def apply(self, model: nn.Module) -> nn.Module:
         self.plain = {x: type(x) for x in model.modules() if isinstance(x, LAYERS)}
         for number, (layer, plain_class) in enumerate(self.plain.items()):
             vars(layer).update(number=number)
             if plain_class not in LAYERS:
-                raise MisconfigurationException(f"sync_batchnorm on CPUs: not for {plain_class}.")
+                raise MisconfigurationException(f"sync_batchnorm does not support {plain_class}.")
             layer.__class__ = SyncedBatchNorm  # type: ignore[assignment]
         return model
 

@@ -1,11 +1,11 @@
-"""An accumulation window: from the step of its first batch to the gradient of its last one.
+"""Gradient accumulation: the batches of one optimizer step form a window.
 
-For every batch, Lightning calls `training_step` and then `backward` of the strategy, which calls:
+For every batch, Lightning calls the strategy's `training_step` and `backward`, which call:
 
-    window.make_loss(output)        a loss for Lightning, weighted by the share of this shard
-    window.run_backward(backward)   the backward pass, beside the gradients of before
+    window.make_loss(output)        a loss for Lightning, weighted by the shard's share
+    window.run_backward(backward)   a backward pass that accumulates into `window.gradients`
 
-After the last batch the strategy sums `window.gradients` over the replicas.
+After the last batch, the strategy sums `window.gradients` over all replicas.
 """
 
 import math
@@ -22,16 +22,16 @@ from lightning_mgpu.strategies.loss import scale_gradient, split_loss
 
 
 class AccumulationWindow:
-    """The batches of one update.
+    """The batches of one optimizer step, and their accumulated gradients.
 
-    Every batch has the same weight: Lightning divides each loss by their number. If losses have
+    Batches are weighted equally: Lightning divides each loss by their number. If losses have
     weights, the gradient of the window is the weighted mean over its batches.
 
     Args:
-        module: With its Trainer.
-        compute_share: Returns the share of this replica in the samples of the running batch.
-        gather_weights: Returns the weights of all replicas' losses (k,), from that of this one.
-        needs_all: Whether each replica must have a loss of positive weight, as `sync_batchnorm`.
+        module: Attached to a Trainer.
+        compute_share: Returns this replica's share of the samples in the current batch.
+        gather_weights: All-gathers the weight of a loss over the replicas: (1,) to (k, 1).
+        needs_all: Whether every replica needs a positive weight, as for `sync_batchnorm`.
     """
 
     def __init__(
@@ -46,25 +46,25 @@ class AccumulationWindow:
         self.epoch = module.trainer.current_epoch  # a window ends with its epoch
         self.num_batches = module.trainer.accumulate_grad_batches
         self.gradients: Gradients = {}
-        self.earlier: Gradients | None = None  # that parameters had before the first batch
-        self.has_weights: bool | None = None  # all losses of a window, or none
-        self.weight = 0.0  # of all batches so far
-        self.decay = 1.0  # by which gradients so far are multiplied before the next ones are added
-        self.factor = 1.0  # of the loss of the last batch
-        self.share, self.total_share = 0.0, 0.0  # of this replica, and of all
+        self.earlier: Gradients | None = None  # gradients of before the window
+        self.has_weights: bool | None = None  # identical for all losses of a window
+        self.weight = 0.0  # sum over all batches so far
+        self.decay = 1.0  # factor of the gradients so far, before the next ones are added
+        self.factor = 1.0  # of the last batch's loss
+        self.share, self.total_share = 0.0, 0.0  # of this replica, and of all replicas
 
     @property
     def mean_share(self) -> float:
         return self.share / self.total_share if self.total_share else 0.0
 
     def make_loss(self, output: Any) -> Any:
-        """The output of a step, with a loss for Lightning whose gradient is weighted."""
+        """The output of a step, with a loss whose gradient is weighted."""
         loss, weight = split_loss(output)
         if loss is None:
             if self.module.trainer.world_size > 1 or weight is not None:
                 raise MisconfigurationException(
-                    "`training_step` returned None: every shard needs a loss. To give one no "
-                    'weight, return {"loss": loss, "weight": 0}.'
+                    "`training_step` returned None: every shard needs a loss. To ignore one, "
+                    'return {"loss": loss, "weight": 0}.'
                 )
             self.weigh_batch(None)
             return output
@@ -72,14 +72,15 @@ class AccumulationWindow:
         return {**output, "loss": loss} if isinstance(output, Mapping) else loss
 
     def weigh_batch(self, weight: float | None) -> float:
-        """The factor of this replica's loss: by its weight, or by the samples of its shard.
+        """The factor of this replica's loss, from its weight or its shard's number of samples.
 
         Raises:
-            ValueError: If only some losses of the window have a weight, or their sum is not finite.
+            ValueError: If only some losses of the window have a weight, or a non-finite sum.
         """
         has_weight = weight is not None
         if self.has_weights not in (None, has_weight):
-            raise ValueError("Only some losses have a weight: all of an update need one, or none.")
+            rule = "all losses of an optimizer step need one, or none"
+            raise ValueError(f"Only some losses have a weight: {rule}.")
         self.has_weights, self.decay, scale = has_weight, 1.0, 1.0
         if weight is None:
             share = self.compute_share()
@@ -87,8 +88,8 @@ class AccumulationWindow:
             all_weights = self.gather_weights(np.array([weight], np.float64))
             total = float(all_weights.sum())
             if not math.isfinite(total) or (0 in all_weights and self.needs_all):
-                how = "their sum must be finite, and with sync_batchnorm each > 0"
-                raise ValueError(f"Losses of a batch have weights {all_weights.tolist()}: {how}.")
+                rule = "their sum must be finite, and with sync_batchnorm every one positive"
+                raise ValueError(f"Losses of a batch have weights {all_weights.tolist()}: {rule}.")
             share = weight / (total or 1.0)
             if self.module.automatic_optimization:  # else each call is weighted separately
                 before, self.weight = self.weight, self.weight + total
@@ -100,14 +101,14 @@ class AccumulationWindow:
         return self.factor
 
     def run_backward(self, backward: Callable[[], Any], is_blocked: bool) -> None:
-        """Add the gradient of a batch.
+        """Accumulate the gradient of a batch.
 
         Args:
             backward: The backward pass.
-            is_blocked: Whether another batch of the window follows.
+            is_blocked: Whether more batches of the window follow.
 
         Raises:
-            MisconfigurationException: If earlier gradients are views that have to stay views.
+            MisconfigurationException: If earlier gradients are views of a larger tensor.
         """
         parameters = [*self.module.parameters()]
         if self.earlier is None:
@@ -115,7 +116,7 @@ class AccumulationWindow:
             if is_blocked and not self.module.automatic_optimization:
                 self._divide_earlier()
         else:
-            self.gradients = get_gradients(parameters)  # as hooks have left them
+            self.gradients = get_gradients(parameters)  # hooks may have edited them
         if self.decay != 1:
             decay, self.decay = self.decay, 1.0
             self.gradients = {p: g * decay for p, g in self.gradients.items()}
@@ -125,15 +126,15 @@ class AccumulationWindow:
         self.gradients = get_gradients(parameters)
 
     def _divide_earlier(self) -> None:
-        """Give every replica an equal part of the earlier gradients, in its own gradients.
+        """Move an equal part of the earlier gradients into every replica's gradients.
 
         In manual optimization, an optimizer may zero or use them before the window ends.
         """
         num, earlier, self.earlier = self.module.trainer.world_size, self.earlier or {}, {}
         if num > 1 and any(g.untyped_storage().nbytes() > g.nbytes for g in earlier.values()):
             raise MisconfigurationException(
-                "A pass with sync_grad=False is not supported if gradients are views of a larger "
-                "tensor, as of an optimizer with a flat gradient."
+                "sync_grad=False is not supported if gradients are views of a larger tensor, for "
+                "example of an optimizer's flat gradient."
             )
         self.gradients = {p: g.detach() / num if num > 1 else g for p, g in earlier.items()}
 

@@ -193,7 +193,7 @@ def test_refusals(tmp_path):
         (new(flat=True), Net, last, "--trainer.strategy.flat=None, which must stay: here"),
         (new(exchange=ef_sign, options={}), Net, last, "strategy.exchange=lightning_mgpu.exch"),
         (new(), Net, other, "This checkpoint has no exchange's state"),
-        (ManualAllreduceStrategy(), Net, last, "has the state of an exchange: use the strategy"),
+        (ManualAllreduceStrategy(), Net, last, "contains the state of an exchange: use the"),
         (new(), Manual, None, "need automatic optimization"),
         (new(), Searches, None, "no LBFGS"),
     ]:

@@ -184,5 +184,5 @@ def test_a_buffer_made_in_a_step_is_refused():
     assert len(read_buffers(module, num_bytes)) == num_bytes
     module.append(nn.BatchNorm1d(16))  # twice the bytes
     for before in (num_bytes, 0):  # a module may have had no buffer
-        with pytest.raises(RuntimeError, match="A step has made a buffer"):
+        with pytest.raises(RuntimeError, match="A step created a buffer"):
             read_buffers(module, before)

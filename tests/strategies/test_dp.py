@@ -150,23 +150,23 @@ class Gathers(Net):
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
-    "manual optimization": (Manual, {}, "has no manual optimization"),
+    "manual optimization": (Manual, {}, "does not support manual optimization"),
     "sync_batchnorm": (Net, {"sync_batchnorm": True}, "has no sync_batchnorm"),
-    "two machines": (Net, {"num_nodes": 2}, "runs as one process"),
+    "two machines": (Net, {"num_nodes": 2}, "supports only one process"),
     "a share too few": (
         Net,
         {"strategy": DataParallelStrategy(device_shares=[0.7, 0.3])},
-        "needs 3 device_shares > 0, not [0.7, 0.3]",
+        "got device_shares=[0.7, 0.3]: must be 3 positive numbers",
     ),
     "a parameter set by each shard": (ShiftedByFirstBatch, {}, "loses edits that differ"),
-    "all_gather in a step": (Gathers, {}, "has no all_gather inside a step"),
-    "no loss of a shard": (lambda: Returns(lambda loss: None), {}, "needs a loss of every shard"),
+    "all_gather in a step": (Gathers, {}, "does not support all_gather in a step"),
+    "no loss of a shard": (lambda: Returns(lambda loss: None), {}, "needs a loss from every shard"),
     "a weight of a shard": (
         lambda: Returns(lambda loss: {"loss": loss, "weight": 1}),
         {},
-        "weights of all or none",
+        "needs a weight with the loss of every shard, or of none",
     ),
-    "weights in a window": (Weighted, {"accumulate_grad_batches": 2}, "takes no weights where"),
+    "weights in a window": (Weighted, {"accumulate_grad_batches": 2}, "does not support weights"),
 }
 
 
@@ -182,4 +182,4 @@ def test_launchers_are_refused(monkeypatch):
     torchrun = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "GROUP_RANK": "0"}
     for name, value in {**torchrun, "TORCHELASTIC_RUN_ID": "1", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
-    assert "runs as one process" in attempt(fit, strategy="dp", devices=2)
+    assert "supports only one process" in attempt(fit, strategy="dp", devices=2)

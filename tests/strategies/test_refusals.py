@@ -147,15 +147,15 @@ def refused(make, said, **options):
 
 
 NOT_SYNCED = "An optimizer has a parameter that is not a parameter of the module"
-ALL_OR_NONE = "all of an update need one, or none"
+ALL_OR_NONE = "all losses of an optimizer step need one, or none"
 CASES = {
     "sparse": refused(Sparse, "use nn.Embedding(sparse=False)"),
     "hidden": refused(Hidden, NOT_SYNCED),
     "late": refused(LateParameter, NOT_SYNCED),
     "swapped": refused(Swaps, NOT_SYNCED),
-    "branches": refused(Branches, "run different BatchNorm layers at a time", sync_batchnorm=True),
+    "branches": refused(Branches, "run different BatchNorm layers", sync_batchnorm=True),
     "wide gradient": refused(
-        WideGradient, "A gradient of torch.float32 for a parameter of torch.bfloat16", **half()
+        WideGradient, "A torch.float32 gradient of a torch.bfloat16 parameter", **half()
     ),
     "some weights": refused(WeighsSome, ALL_OR_NONE, accumulate_grad_batches=2),
     "flat gradient": refused(FlatByHand, "if gradients are views of a larger tensor"),

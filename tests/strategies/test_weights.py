@@ -101,10 +101,10 @@ def test_losses():
     assert found is not None and found.ndim == 0 and weight == 3.0
     assert split_loss(loss)[1] is None
     for wrong in (torch.ones(2), {"loss": 3.0}, 3.0, [loss]):
-        with pytest.raises(MisconfigurationException, match="must be a tensor of one number"):
+        with pytest.raises(MisconfigurationException, match="must be a scalar tensor"):
             split_loss(wrong)
     with pytest.raises(MisconfigurationException, match=r"^The weight of a loss has 8 numbers: "):
         split_loss({"loss": loss, "weight": torch.ones(8)})
     for number in (-1, float("nan"), float("inf")):
-        with pytest.raises(MisconfigurationException, match="must be 0 or more"):
+        with pytest.raises(MisconfigurationException, match="must be finite, >= 0"):
             split_loss({"loss": loss, "weight": number})
