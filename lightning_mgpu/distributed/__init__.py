@@ -1,1 +1,1 @@
-"""What strategies build on: sharding, processes, and communication."""
+"""Building blocks of the strategies: sharding, processes and communication."""

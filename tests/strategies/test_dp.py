@@ -158,7 +158,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
         {"strategy": DataParallelStrategy(device_shares=[0.7, 0.3])},
         "got device_shares=[0.7, 0.3]: must be 3 positive numbers",
     ),
-    "a parameter set by each shard": (ShiftedByFirstBatch, {}, "loses edits that differ"),
+    "a parameter set by each shard": (ShiftedByFirstBatch, {}, "loses edits of parameters"),
     "all_gather in a step": (Gathers, {}, "does not support all_gather in a step"),
     "no loss of a shard": (lambda: Returns(lambda loss: None), {}, "needs a loss from every shard"),
     "a weight of a shard": (

@@ -168,12 +168,12 @@ CASES = {
     "another Trainer": Case(
         Net,
         lambda: {"devices": 1, "strategy": make_strategy()},
-        "This Trainer wants 1 of 2 processes",
+        "This Trainer uses 1 processes, but 2 were launched",
     ),
     "processes": Case(
         Net,
         lambda: {"strategy": make_strategy(replicas=4)},
-        "replicas=4: start 4 processes (--nproc-per-node=4), not 2.",
+        "replicas=4, but 2 processes were launched: launch 4 (--nproc-per-node=4).",
     ),
 }
 

@@ -76,7 +76,7 @@ class Transport:
         if message is None:
             is_first = key[1] == 0  # a control message comes before `finish`
             return (lambda: None) if is_first else self._meet
-        if self.control.waits_for_nobody:
+        if self.control.skips_sync:
             return lambda: message.sent.repeat(self.control.size)
         return self._post(key, message)
 

@@ -1,4 +1,4 @@
-"""What must be identical in all processes, compared in control messages."""
+"""Invariants: values that must be identical in all processes, verified in control messages."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,34 +15,34 @@ INVARIANTS = {
     "dataset": "the dataset of process {process} differs from process {rank}. Do not split it by "
     "rank, and seed the code that creates it.",
     "parameters": "process {process} and process {rank} have different parameters that require a "
-    "gradient, or parameters of different layout.",
+    "gradient, or different shapes, dtypes or strides of them.",
     "plans": "an allreduce as written sends different messages in process {process} than in "
     "process {rank}. It must not depend on the rank, the time or the order of a set.",
     "names": "process {process} logs different values than process {rank}, which logs {names}. Log "
     "the same values in every batch.",
 }
-"""A number per name, and the message for a process whose number differs."""
+"""By name: the error message for a process with a different value."""
 
 
 class ConsistencyCheck:
     """Packs invariants, with a payload, into the bytes of a control message, and verifies them.
 
     Args:
-        rank: The number of this process.
-        messages: By name, as `INVARIANTS`.
+        rank: The rank of this process.
+        messages: Error messages by name, such as `INVARIANTS`.
     """
 
     def __init__(self, rank: int, messages: dict[str, str]) -> None:
         self.rank, self.messages = rank, messages
 
     def pack(self, values: Mapping[str, int], payload: Any = ()) -> np.ndarray:
-        """The bytes of a control message, (n,), from values by name. A missing value is 0."""
+        """The bytes (n,) of a control message, from values by name. A missing value is 0."""
         assert values.keys() <= self.messages.keys()
         numbers = np.array([values.get(name, 0) for name in self.messages], np.int64)
         return np.concatenate([numbers.view(np.uint8), np.asarray(payload, np.uint8)])
 
     def verify(self, rows: np.ndarray, names: Any = ()) -> np.ndarray:
-        """The payloads of all processes, from their bytes (P, n).
+        """The payloads of all P processes, from the bytes (P, n) of their control messages.
 
         Raises:
             RuntimeError: If an invariant differs between processes.
@@ -57,5 +57,5 @@ class ConsistencyCheck:
 
 
 def crc_of(value: Any) -> int:
-    """A checksum of anything that prints identically in all processes."""
+    """A checksum of a value whose `repr` is identical in all processes."""
     return crc32(repr(value).encode())

@@ -1,9 +1,9 @@
-"""The control plane: small messages by which processes synchronize and check each other.
+"""The control plane: small messages that synchronize processes and verify their consistency.
 
-Each rank contributes a short row of bytes, and all ranks receive all rows. On one machine they
-exchange them in shared memory, with GPUs too; on several machines, by one message. A row is sent in
-a cell of a fixed size with its purpose and its length. So processes at different synchronization
-points are detected before they wait for each other.
+Each rank contributes a short row of bytes, and all ranks receive all rows: in shared memory on one
+machine, also with GPUs, and in one message on several machines. A row is sent in a cell of fixed
+size, with its purpose and its length. So processes at different synchronization points are
+detected before they deadlock.
 """
 
 import os
@@ -25,28 +25,28 @@ from torch.profiler import record_function
 from lightning_mgpu.distributed.processes.failures import CAUSES, ENDED, PeerFailure, wait
 
 MOMENT = timedelta(milliseconds=20)
-ROW = 1024  # bytes; what does not fit follows in a message
-PLACE = ("count", "length", "purpose")  # of a program, by which processes are compared
+ROW = 1024  # bytes; the rest of a longer row follows in a message
+PLACE = ("count", "length", "purpose")  # must be identical in all processes
 CELL = np.dtype(
     [("count", np.int64), ("length", np.int64), ("purpose", "S24"), ("row", np.uint8, ROW)]
 )
-SLOT = np.dtype([("count", np.int64), ("cell", CELL)])  # of mapped memory
+SLOT = np.dtype([("count", np.int64), ("cell", CELL)])  # of shared memory
 
 
 class ControlPlane:
     """Exchanges control messages between the processes of a Trainer, and waits for messages.
 
     Args:
-        rank: The number of this process.
-        size: The number of processes.
+        rank: The rank of this process.
+        size: The number of processes (world size).
         group: A gloo group of all processes; None for a single process.
         timeout: Seconds after which a waiting process raises an error.
         trainer: Indicates whether SIGTERM was received, and whether an exception was raised.
     """
 
-    cells: "Cells | None" = None  # in one machine
-    count = 0  # of control messages: a failed fit's message is not one of the next fit
-    seconds_in_wait = cpu_seconds_in_wait = 0.0  # of the thread that waits for other processes
+    cells: "Cells | None" = None  # on one machine
+    count = 0  # of control messages, which detects messages of a failed fit
+    seconds_in_wait = cpu_seconds_in_wait = 0.0  # wall and CPU time of waiting
     spans: list[tuple[str, float, float]] | None = None  # kind, begin, end; None: not recorded
 
     def __init__(self, rank: int, size: int, group: Any, timeout: float, trainer: Any) -> None:
@@ -54,13 +54,13 @@ class ControlPlane:
         self.trainer = trainer
 
     @property
-    def waits_for_nobody(self) -> bool:
-        """Whether there is no other process, or an exception is on its way, which shall be seen."""
+    def skips_sync(self) -> bool:
+        """Whether this is a single process, or an exception is propagating."""
         return self.size == 1 or self.trainer.interrupted
 
     @contextmanager
     def span(self, kind: str) -> Iterator[None]:
-        """A span that profilers show, and `network` draws, by the name of its kind."""
+        """A named time span, for profilers and for the timeline of `network`."""
         begin = time.monotonic()
         with record_function(kind) if _profiler_enabled() else nullcontext():
             yield
@@ -68,7 +68,7 @@ class ControlPlane:
             self.spans.append((kind, begin, time.monotonic()))
 
     def watch(self, work: Any) -> Any:
-        """Record when a message that leaves now has come, if spans are recorded. Returns it."""
+        """Record the transfer time of a message, if spans are recorded. Returns the message."""
         if self.spans is not None:
             spans, begin = self.spans, time.monotonic()
             note = lambda _: spans.append(("message", begin, time.monotonic()))  # noqa: E731
@@ -76,20 +76,20 @@ class ControlPlane:
         return work
 
     def all_gather(self, row: np.ndarray, purpose: str) -> np.ndarray:
-        """Rows (n,) of all processes: (P, n).
+        """All-gather a row (n,) of each of P processes: (P, n).
 
         Raises:
             PeerFailure: If a process has exited, or is at a different synchronization point.
         """
         sent = np.ascontiguousarray(row).reshape(-1).view(np.uint8)
-        if self.waits_for_nobody:
+        if self.skips_sync:
             return np.tile(sent, (self.size, 1)).view(row.dtype)
         cell, self.count = np.zeros(1, CELL), self.count + 1
         cell["count"], cell["length"], cell["purpose"] = self.count, len(sent), purpose.encode()
         cell["row"][0, : len(sent)] = sent[:ROW]
         cells = (self.cells.all_gather(cell) if self.cells else self._send_to_all(cell))[:, 0]
         if any((cells[field] != cell[field]).any() for field in PLACE):
-            places = [f"process {i}: {each.decode()}" for i, each in enumerate(cells["purpose"])]
+            places = [f"process {i}: {name.decode()}" for i, name in enumerate(cells["purpose"])]
             where = ", ".join(places)
             raise PeerFailure(
                 f"processes are waiting at different synchronization points ({where}). {CAUSES}."
@@ -100,14 +100,14 @@ class ControlPlane:
         return np.ascontiguousarray(rows).view(row.dtype)
 
     def all_gather_objects(self, item: Any, purpose: str) -> list[Any]:
-        """Picklable items of all processes."""
+        """All-gather picklable objects."""
         row = np.frombuffer(pickle.dumps(item), np.uint8)
         lengths = self.all_gather(np.array([len(row)]), purpose)[:, 0].tolist()
         rows = self.all_gather(np.resize(row, max(lengths)), purpose)
-        return [pickle.loads(each[:length]) for each, length in zip(rows, lengths)]
+        return [pickle.loads(row[:length]) for row, length in zip(rows, lengths)]
 
     def _send_to_all(self, row: np.ndarray) -> np.ndarray:
-        """Rows of equal length, by a message: all at once, not around a ring."""
+        """All-gather rows of equal length in one round trip, unlike gloo's ring."""
         sent = torch.from_numpy(np.tile(row.view(np.uint8), self.size))
         received = torch.empty_like(sent)
         work = dist.all_to_all_single(received, sent, group=self.group, async_op=True)
@@ -115,13 +115,13 @@ class ControlPlane:
         return received.numpy().view(row.dtype).reshape(self.size, -1)
 
     def wait_for(self, work: Any, is_on_host: bool = True) -> None:
-        """Wait for a message on its way, in Python; for one between GPUs, let the device wait."""
-        others = [each for each in range(self.size) if each != self.rank]
+        """Wait for a message in flight, in Python; between GPUs, let the device wait."""
+        others = [rank for rank in range(self.size) if rank != self.rank]
         if is_on_host:
 
             def block(has_begun: bool) -> None:
-                # in C++, so that other processes get this core; a signal is seen within 20 ms
-                with suppress(RuntimeError):  # of the timeout; others are raised below
+                # waits in C++, which frees this core; signals are handled within 20 ms
+                with suppress(RuntimeError):  # a timeout; other errors are raised below
                     work.wait(MOMENT)
 
             with self.span("waiting"):
@@ -131,18 +131,18 @@ class ControlPlane:
 
     @contextmanager
     def naming_others(self) -> Iterator[None]:
-        """Errors of sending and receiving are those of a process that has ended."""
+        """Raise errors of sending and receiving as a PeerFailure that names the process."""
         try:
             yield
         except RuntimeError as error:
-            others = [each for each in range(self.size) if each != self.rank]
+            others = [rank for rank in range(self.size) if rank != self.rank]
             who = f"process {others[0]}" if len(others) == 1 else "another process"
             raise PeerFailure(f"{who} {ENDED}") from error
 
     def map_memory(self, num_bytes: int) -> Tensor | None:
-        """Zeros that all processes have mapped, (num_bytes,), or None if one of them cannot.
+        """Zeros (num_bytes,) in shared memory, or None if a process cannot map it.
 
-        The memory has no name that could be left behind, and does not count as `/dev/shm`.
+        The memory is anonymous: it is always freed, and not limited by the size of `/dev/shm`.
         """
         memory, place, token = None, np.zeros(3, np.int64), secrets.randbits(60)
         if self.rank == 0:
@@ -152,7 +152,7 @@ class ControlPlane:
                 place[:] = os.getpid(), file, token
         place = self.all_gather(place, "shared memory")[0]
         path = f"/proc/{place[0]}/fd/{place[1]}"
-        # on another machine, or in another container, the path is another file or none
+        # on a different machine or in a different container the path does not name this file
         with suppress(OSError, RuntimeError):
             if os.readlink(path) == f"/memfd:lightning_mgpu.{place[2]} (deleted)":
                 memory = torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8)
@@ -162,15 +162,15 @@ class ControlPlane:
         return memory if is_mapped.all() else None
 
     def use_memory(self) -> None:
-        """Exchange control messages in shared memory from now on, if all processes can map it."""
+        """Use shared memory for further control messages, if all processes can map it."""
         memory = self.map_memory(2 * self.size * SLOT.itemsize)
         self.cells = None if memory is None else Cells(self, memory)
 
 
 class Cells:
-    """Cells of all processes in shared memory, each beside a count of control messages.
+    """Cells of all processes in shared memory, each next to a count of control messages.
 
-    There are two sets, used in turn, because another process may still be reading the last one.
+    Two sets alternate, because another process may still be reading the previous one.
     """
 
     def __init__(self, control: ControlPlane, memory: Tensor) -> None:
@@ -186,7 +186,7 @@ class Cells:
         slots = self.slots[now % 2]
         counts, cells = slots["count"], slots["cell"]
         cells[rank] = cell
-        os.sched_yield()  # a fence: others see the cell before the count
+        os.sched_yield()  # a fence: the cell is visible before the count
         counts[rank] = now
         with self.control.span("waiting"):
             wait(self.control, lambda: np.flatnonzero(counts < now).tolist(), self._pause)
@@ -194,5 +194,5 @@ class Cells:
         return cells
 
     def _pause(self, has_begun: bool) -> None:
-        """Spin briefly, if each process has a core. Later another program may use it."""
+        """Spin briefly if every process has a core; then sleep, to free it for other programs."""
         os.sched_yield() if self.has_cores and has_begun else time.sleep(5e-5)

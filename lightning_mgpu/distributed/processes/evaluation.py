@@ -1,4 +1,4 @@
-"""Exact logging in evaluations: each number that a step logs becomes that of all samples."""
+"""Exact logging in evaluation: logged values are reduced to their mean over all samples."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -13,7 +13,7 @@ from lightning_mgpu.distributed.sharding.split_batch import num_samples
 class ExactLogging:
     """Edits Lightning's collection of logged values before and after each step.
 
-    `results` is this collection: there is none in `predict`, and it is empty before the first step.
+    `results` is this collection: None in `predict`, and empty before the first step.
     `batch_shards` contains the step's `Shard` of each loader.
     """
 
@@ -21,25 +21,25 @@ class ExactLogging:
         self.averaged: Sequence[Any] = ()  # values that were logged without sync_dist
 
     def before_step(self, results: Any, batch_shards: Sequence[Shard], batch: Any) -> None:
-        for value in self.averaged:  # as it was logged: Lightning compares
+        for value in self.averaged:  # reset: Lightning compares it with the logged flag
             value.meta.sync.should = False
         if results is not None and len(batch_shards) == 1:
             results.batch_size = count_samples(batch_shards[0], batch)
 
     def after_step(self, results: Any, batch_shards: Sequence[Shard]) -> list[str]:
-        """Returns the names of the values that are averaged over all processes.
+        """Return the names of the values that are averaged over all processes.
 
         Raises:
-            MisconfigurationException: If it is not known by what shares these count.
+            MisconfigurationException: If this process has different shares of the loaders' batches.
         """
         named = {} if results is None else results
         logged = {n: v for n, v in named.items() if v.is_tensor and "_step" in v.meta.fx}
         synced = {n: v.meta.sync for n, v in logged.items() if not v.meta.sync.rank_zero_only}
-        shares = {len(each.indices.samples) / each.indices.num_samples for each in batch_shards}
+        shares = {len(shard.indices.samples) / shard.indices.num_samples for shard in batch_shards}
         if synced and len(shares) > 1:
             raise MisconfigurationException(
-                f"The loaders of an evaluation have other shares of their batches, {sorted(shares)}"
-                ": log torchmetrics objects, or give the loaders equal batch sizes."
+                f"The loaders have different shares of their batches in a process, {sorted(shares)}"
+                ": log torchmetrics objects, or use the same batch size in all loaders."
             )
         self.averaged = [logged[name] for name, sync in synced.items() if not sync.should]
         for value in self.averaged:
@@ -48,7 +48,7 @@ class ExactLogging:
 
 
 def count_samples(shard: Shard, batch: Any) -> int:
-    """The rows of an evaluation's batch; its indices, if its shape does not tell."""
+    """The number of samples in a batch, from its shape if possible, else from its indices."""
     if shard.has_rows:
         with suppress(ValueError):
             return num_samples(batch)

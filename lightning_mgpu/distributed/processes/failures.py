@@ -18,13 +18,13 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 SHARES_CORES = "LIGHTNING_MGPU_SHARES_CORES"  # set if machines are emulated on this one
-MAIN_PROCESS = "LIGHTNING_MGPU_MAIN_PROCESS"  # the id of the one that starts the others
-SET_DEATH_SIGNAL = 1  # of prctl
+MAIN_PROCESS = "LIGHTNING_MGPU_MAIN_PROCESS"  # the process id of the launching process
+SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl
 ENDED = "exited unexpectedly; see its output above (out of memory?)"
 CAUSES = (
-    "Commonest causes: it needs longer, for example for a download; or only one process saves a "
+    "Common causes: it needs longer, for example for a download; or only one process saves a "
     "checkpoint, sets `should_stop`, freezes a parameter or logs with sync_dist=True; or only some "
-    "losses have a weight: all of an update need one, or none"
+    "losses have a weight: all losses of an optimizer step need one, or none"
 )
 
 
@@ -36,7 +36,7 @@ def wait(control: Any, late: Callable[[], Sequence[int]], pause: Callable[[bool]
     """Wait until no process is late.
 
     Args:
-        late: Returns the ranks that are late, or all other ranks if that is not known.
+        late: Returns the late ranks, or all other ranks if these are unknown.
         pause: Waits for at most 20 ms. Its argument is whether the wait has just begun.
 
     Raises:
@@ -51,11 +51,11 @@ def wait(control: Any, late: Callable[[], Sequence[int]], pause: Callable[[bool]
         if now < looked + 0.5:
             continue
         looked = now
-        if control.trainer.received_sigterm:  # Lightning would end after this step
+        if control.trainer.received_sigterm:  # Lightning would stop only after this step
             raise SIGTERMException
         missing = late()
         for process in missing if cells else ():
-            # one that has ended has no program, also before its parent has looked
+            # an exited process has no program, even before its parent has reaped it
             if not os.path.exists(f"/proc/{cells.process_ids[process]}/exe"):
                 raise PeerFailure(f"process {process} {ENDED}")
         if missing and now > start + timeout:
@@ -66,15 +66,15 @@ def wait(control: Any, late: Callable[[], Sequence[int]], pause: Callable[[bool]
 
 
 def handle_signals(trainer: Any) -> None:
-    """Replace Lightning's handler of SIGTERM and its look before every batch: both broadcast.
+    """Replace Lightning's SIGTERM handler and its check before every batch, which broadcast.
 
-    The first process passes the signal on to those that it has started. Each ends after its batch.
+    The main process forwards the signal to the processes that it launched. All stop after a batch.
     """
     environment = trainer.strategy.cluster_environment
     if trainer.world_size > 1 and getattr(environment, "auto_requeue", False):
         raise MisconfigurationException(
-            "SLURM's auto_requeue saves a checkpoint within a step, where processes may wait for "
-            "each other: plugins=SLURMEnvironment(auto_requeue=False)."
+            "SLURM's auto_requeue is not supported: it saves a checkpoint within a step, which may "
+            "deadlock. Use plugins=SLURMEnvironment(auto_requeue=False)."
         )
     connector, launcher = trainer._signal_connector, trainer.strategy.launcher
 
@@ -88,7 +88,7 @@ def handle_signals(trainer: Any) -> None:
 
 
 def end_with_main_process(is_on: bool = True) -> None:
-    """Let the system end this process when the one that has started it ends."""
+    """Have the kernel kill this process when the main process exits."""
     if hasattr(os, "memfd_create"):  # on Linux
         ctypes.CDLL(None).prctl(SET_DEATH_SIGNAL, signal.SIGKILL if is_on else 0)
         if is_on and str(os.getppid()) != os.environ[MAIN_PROCESS]:
@@ -97,15 +97,15 @@ def end_with_main_process(is_on: bool = True) -> None:
 
 @cache
 def host_group(world: Any, timeout: Any) -> Any:
-    """A gloo group of all processes: one for all Trainers of a script, as it has threads."""
+    """A gloo group of all processes, shared by all Trainers of a script: it has threads."""
     atexit.register(_destroy_dist_connection)  # else gloo's threads might abort the exit
-    return dist.new_group(backend="gloo", timeout=2 * timeout)  # `wait` ends first, and says why
+    return dist.new_group(backend="gloo", timeout=2 * timeout)  # `wait` times out first
 
 
 def drop_group(group: Any, is_interrupted: bool) -> None:
-    """Destroy a group of one fit.
+    """Destroy the process group of one fit.
 
-    After an exception messages may be under way. Then the group is never freed, because gloo's
+    After an exception, messages may be in flight. Then the group is never freed, because gloo's
     destructor would wait for them.
     """
     if is_interrupted:

@@ -1,6 +1,6 @@
-"""A process per device, as under `ddp`, and what several need to train as one.
+"""One process per device, launched like `ddp`, with sharded batches and consistency checks.
 
-Launching, ranks and collectives are DDPStrategy's. There is no DDP wrapper.
+Launching, ranks and collectives are inherited from DDPStrategy. The module is not wrapped in DDP.
 """
 
 import os
@@ -51,9 +51,9 @@ from lightning_mgpu.distributed.sharding.rng_states import RNGStates
 
 
 class ProcessPerDeviceStrategy(DDPStrategy):
-    """Processes with identical weights, each of which trains on its shard of every global batch.
+    """Processes with identical weights train on their shards of every global batch.
 
-    A replica is a process: `replicas=k` starts k processes, which share the devices evenly.
+    A replica is a process: `replicas=k` launches k processes, evenly distributed over the devices.
     """
 
     replicas: int | None = None  # None: one per device
@@ -62,11 +62,11 @@ class ProcessPerDeviceStrategy(DDPStrategy):
         "an edit that depends on the rank, a value logged without sync_dist=True, or "
         "`loss.backward()` instead of `self.manual_backward(loss)`"
     )
-    control: Any = None  # a `ControlPlane`, once all processes are there
-    loader_batch: Any = None  # as the running loop received it, with `Shard` objects in it
-    shards: Sequence[Any] = ()  # the `Shard` of each loader that has not ended
-    outer_rng: RNGStates | None = None  # of outside, where a step or an evaluation draws for itself
-    _optimized: frozenset[Tensor] = frozenset()  # parameters in all optimizers
+    control: Any = None  # the `ControlPlane`, after `setup_distributed`
+    loader_batch: Any = None  # the current batch as received by the loop, with `Shard` objects
+    shards: Sequence[Any] = ()  # the `Shard` of each loader that is not exhausted
+    outer_rng: RNGStates | None = None  # of outside, during a validation
+    _optimized: frozenset[Tensor] = frozenset()  # parameters of all optimizers
 
     @property
     def module(self) -> Any:
@@ -74,7 +74,7 @@ class ProcessPerDeviceStrategy(DDPStrategy):
 
     @property
     def world_size(self) -> int:
-        """k, the number of processes, replicas and shards of a global batch."""
+        """k, the number of processes, of replicas, and of shards of a global batch."""
         return self.num_nodes * self.num_processes
 
     num_replicas = world_size
@@ -85,7 +85,7 @@ class ProcessPerDeviceStrategy(DDPStrategy):
 
     @property
     def parallel_devices(self) -> list[torch.device] | None:
-        """A device per process of this machine: `devices`, each repeated for its replicas."""
+        """One device per local process: `devices`, each repeated for its replicas."""
         num = 1
         if self.devices and self.replicas:
             num = max(self.replicas // (self.num_nodes * len(self.devices)), 1)
@@ -97,26 +97,26 @@ class ProcessPerDeviceStrategy(DDPStrategy):
 
     @property
     def is_child(self) -> bool:
-        """Whether the first process has started this one, and not torchrun or SLURM."""
+        """Whether this process was launched by the first one, not by torchrun or SLURM."""
         return self.local_rank > 0 and isinstance(self.cluster_environment, LightningEnvironment)
 
     @property
     def is_one_machine(self) -> bool:
-        """Whether several processes may share memory."""
+        """Whether there are several processes, all on one machine."""
         return self.num_nodes == 1 and not self.is_single_process
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self.numbers_of_passes = count()  # over loaders
+        self.numbers_of_passes = count()  # one per pass over a loader
         self._logging = ExactLogging()
 
     def _configure_launcher(self) -> None:
         self._check_replicas()
         if self.is_single_process:
-            return  # without a launcher and a process group
+            return  # no launcher, no process group
         if "OMP_NUM_THREADS" not in os.environ or SHARES_CORES in os.environ:
-            # Lightning would divide the cores of this machine by its own processes: another number,
-            # and so different sums, after a machine is lost
+            # Lightning divides the cores of a machine by its local processes: with one machine
+            # fewer, the number of threads, and so the rounding of sums, would change
             threads = _suggested_max_num_threads(self.world_size)
             os.environ["OMP_NUM_THREADS"] = str(threads)
             torch.set_num_threads(threads)
@@ -131,9 +131,9 @@ class ProcessPerDeviceStrategy(DDPStrategy):
         if k and is_launched and not isinstance(environment, LightningEnvironment):
             num = environment.world_size()
             if num != k:
-                how = f"--nproc-per-node={max(k // self.num_nodes, 1)}"
+                option = f"--nproc-per-node={max(k // self.num_nodes, 1)}"
                 raise MisconfigurationException(
-                    f"replicas={k}: start {k} processes ({how}), not {num}."
+                    f"replicas={k}, but {num} processes were launched: launch {k} ({option})."
                 )
         if k and k != self.world_size:
             num = self.num_nodes * len(self.devices or ())
@@ -149,10 +149,10 @@ class ProcessPerDeviceStrategy(DDPStrategy):
         running = dist.get_world_size() if dist.is_initialized() else super().world_size
         if running != self.world_size:
             raise MisconfigurationException(
-                f"This Trainer wants {self.world_size} of {running} processes, which would train "
-                "apart: give all Trainers of a script as many devices as have been launched."
+                f"This Trainer uses {self.world_size} processes, but {running} were launched: use "
+                "the same number of devices for all Trainers of a script."
             )
-        # `process_dataloader` gives each process its part, also in a `setup` that asks for loaders
+        # `process_dataloader` shards batches, also if a `setup` hook requests the loaders
         self.module.trainer._accelerator_connector.use_distributed_sampler = False
         super().setup_environment()
 
@@ -161,7 +161,7 @@ class ProcessPerDeviceStrategy(DDPStrategy):
         if not self.is_single_process:
             if self.is_child:
                 end_with_main_process()
-            with isolate_rng():  # Lightning seeds the generators again
+            with isolate_rng():  # Lightning reseeds the RNGs
                 self._join_processes()
             group = host_group(dist.group.WORLD, self._timeout)
         seconds = self._timeout.total_seconds()  # type: ignore[union-attr]
@@ -176,8 +176,8 @@ class ProcessPerDeviceStrategy(DDPStrategy):
         except dist.DistNetworkError as error:
             where = {name: os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT")}
             raise PeerFailure(
-                f"no connection to the first process at {where}: is a variable of an earlier job "
-                "still set, or has that process ended?"
+                f"cannot connect to the process of rank 0 at {where}: has it exited, or is a "
+                "variable of an earlier job still set?"
             ) from error
 
     def setup(self, trainer: Trainer) -> None:
@@ -190,16 +190,16 @@ class ProcessPerDeviceStrategy(DDPStrategy):
         Strategy.setup(self, trainer)
         self._optimized = frozenset()
         self.check_optimized_parameters()
-        if self._start_method == "fork":  # Python seeds `random` again in a child
+        if self._start_method == "fork":  # Python reseeds `random` in a child
             random.seed(torch.initial_seed())
         self.sync_generators()
 
     def check_optimized_parameters(self) -> None:
-        """Raise a MisconfigurationException if a parameter would be updated, but not synchronized.
+        """Raise a MisconfigurationException if a parameter would be updated but not synchronized.
 
-        It looks at new ones only: a layer that was replaced stays in its optimizer.
+        Only new parameters are checked: a replaced layer stays in its optimizer.
         """
-        groups = [group["params"] for each in self.optimizers for group in each.param_groups]
+        groups = [group["params"] for opt in self.optimizers for group in opt.param_groups]
         optimized = frozenset(p for group in groups for p in group)
         if optimized == self._optimized or self.is_single_process:
             return
@@ -211,14 +211,14 @@ class ProcessPerDeviceStrategy(DDPStrategy):
             )
 
     def sync_generators(self) -> None:
-        """Samplers and hooks draw the same numbers in all processes from here on."""
+        """Set the RNG states of all processes to those on rank 0."""
         _set_rng_states(self.broadcast(_collect_rng_states(include_cuda=False)))
 
-    def on_train_start(self) -> None:  # after those of the module and of callbacks
+    def on_train_start(self) -> None:  # runs after the hooks of module and callbacks
         self.sync_generators()
 
     def on_validation_start(self) -> None:
-        """Processes draw other numbers in it: as many as they have samples to evaluate."""
+        """Save RNG states: processes evaluate different samples, so their RNGs would diverge."""
         if self.module.trainer.state.fn == TrainerFn.FITTING:
             self.outer_rng = RNGStates(self.root_device.type == "cuda")
 
@@ -228,11 +228,11 @@ class ProcessPerDeviceStrategy(DDPStrategy):
         self.outer_rng = None
 
     def draw_for_loader(self) -> Any:
-        """A context for what the loaders of a loop draw, which moves the generators of outside."""
+        """A context in which the loaders of a loop use and advance the RNG states of outside."""
         return nullcontext() if self.outer_rng is None else self.outer_rng.swapped_in()
 
     def _setup_model(self, model: nn.Module) -> Any:
-        """The first process's weights and buffers become those of all."""
+        """Broadcast the weights and buffers of rank 0, as DDP does."""
         tensors = () if self.is_single_process else (*model.parameters(), *model.buffers())
         for tensor in tensors:
             tensor.data.copy_(self.broadcast(tensor.data.cpu()))
@@ -243,25 +243,25 @@ class ProcessPerDeviceStrategy(DDPStrategy):
             self.control.all_gather(np.zeros(1, np.uint8), "barrier")
 
     def batch_to_device(self, batch: Any, device: Any = None, dataloader_idx: int = 0) -> Any:
-        """Takes each `Shard` of a loop's batch, and hands on what is in it."""
+        """Unwrap each `Shard` of a loop's batch and move its contents to the device."""
         found = find_shards(batch)
-        if not found:  # another caller's, for example of `to_onnx`
+        if not found:  # not a loop's batch, for example in `to_onnx`
             return super().batch_to_device(batch, device, dataloader_idx)
         self.loader_batch, self.shards = batch, found
-        batch = tree_map_only(Shard, lambda each: each.batch, batch)
+        batch = tree_map_only(Shard, lambda shard: shard.batch, batch)
         batch = self.precision_plugin.convert_input(batch)
         with self.random_numbers("transfer"):
             batch = LightningModule._on_before_batch_transfer(self.module, batch, dataloader_idx)
             return super().batch_to_device(batch, device, dataloader_idx)
 
     def random_numbers(self, purpose: str) -> Any:
-        """A context for what the step, or the hooks that move a batch, draw."""
+        """A context for random numbers of a step, or of the hooks that transfer a batch."""
         return nullcontext()
 
     def process_dataloader(self, dataloader: Any) -> Any:
         if isinstance(dataloader, ShardLoader):  # of an earlier fit, in a CombinedLoader
             dataloader = dataloader.loader
-        _auto_add_worker_init_fn(dataloader, 0)  # workers seeded alike in all processes
+        _auto_add_worker_init_fn(dataloader, 0)  # seeds workers identically in all processes
         return ShardLoader(dataloader, self)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -274,7 +274,7 @@ class ProcessPerDeviceStrategy(DDPStrategy):
         return self._evaluate(super().predict_step, *args, **kwargs)
 
     def _evaluate(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Each number that the step logs becomes that of all samples."""
+        """Run a step, and reduce the values that it logs over all samples."""
         if self.is_single_process:
             return step(*args, **kwargs)
         results: Any = self.module.trainer._results
@@ -286,22 +286,22 @@ class ProcessPerDeviceStrategy(DDPStrategy):
         return output
 
     def batch_invariants(self) -> dict[str, int]:
-        """Numbers of the running batch that must be identical in all processes."""
+        """Invariants of the current batch, by name."""
         numbers = Counter[str]()
         for shard in self.shards:
             numbers.update(shard.invariants)
         return numbers
 
     def compare_weights(self) -> None:
-        """Raise a RuntimeError if processes hold different weights or buffers."""
+        """Raise a RuntimeError if weights or buffers differ between processes."""
         if self.is_single_process:
             return
         tensors = dict([*self.module.named_parameters(), *self.module.named_buffers()])
         digests = self.control.all_gather(np.array([*map(checksum, tensors.values())]), "weights")
         for process, i in np.argwhere(digests != digests[0]).tolist():
             raise RuntimeError(
-                f"{DIVERGED}: {[*tensors][i]} of process {process} differs from process 0, because "
-                f"of {self.why_weights_differ}."
+                f"{DIVERGED}: {[*tensors][i]} of process {process} differs from process 0. Common "
+                f"causes: {self.why_weights_differ}."
             )
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
@@ -312,43 +312,43 @@ class ProcessPerDeviceStrategy(DDPStrategy):
         self.compare_weights()
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """As DDPStrategy's, with exact means of integers: Lightning's counts of samples."""
+        """Like DDPStrategy's, with exact means of integers, such as Lightning's sample counts."""
         is_integer = isinstance(tensor, Tensor) and not tensor.is_floating_point()
         if is_integer and reduce_op in ("mean", "avg"):
             tensor = tensor.double()
         return super().reduce(tensor, group, reduce_op)
 
     def all_gather(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """As DDPStrategy's, which would abort Python if the shapes differ."""
+        """Like DDPStrategy's, which would abort Python if shapes differ."""
         shape = crc_of((tensor.dtype, tensor.shape))
         if np.ptp(self.control.all_gather(np.array([shape]), "all_gather")):
             raise RuntimeError(
-                f"all_gather of tensors of different shapes, here {tuple(tensor.shape)}: parts of "
-                "a data set differ in size. Take a torchmetrics object, for example CatMetric."
+                f"all_gather of tensors of different shapes, {tuple(tensor.shape)} on this process:"
+                " shards may differ in size. Use a torchmetrics object, for example CatMetric."
             )
         return super().all_gather(tensor, *args, **kwargs)
 
     def teardown(self) -> None:
         if self.control is None and not self.is_single_process:
-            # it has only started ("fork") the others
+            # this process has only launched ("fork") the others
             self.launcher.kill(signal.SIGKILL)  # type: ignore[union-attr]
-        self.barrier()  # the main process does not leave a worker that still works
+        self.barrier()  # the main process waits for its workers
         if self.is_child:
             end_with_main_process(False)
         if self.module is not None:
             vars(self.module).pop("_on_before_batch_transfer", None)
         self.loader_batch, self.shards = None, ()
         if self.control is not None:
-            self.control.cells = None  # memory that a garbage collector would keep
+            self.control.cells = None  # release memory that reference cycles would keep alive
         super().teardown()
 
 
 def _on_before_batch_transfer(self: Any, batch: Any, dataloader_idx: int = 0) -> Any:
-    """Lightning's, but for a loop's batch: `batch_to_device` calls the hook."""
+    """Lightning's, except for a loop's batch: `batch_to_device` calls the hook then."""
     if find_shards(batch):
         return batch
     return LightningModule._on_before_batch_transfer(self, batch, dataloader_idx)
 
 
 def find_shards(batch: Any) -> list[Any]:
-    return [each for each in tree_leaves(batch) if isinstance(each, Shard)]
+    return [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Shard)]

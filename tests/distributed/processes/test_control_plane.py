@@ -51,7 +51,7 @@ def test_rows_come_to_all_and_places_are_compared(k, in_memory):
             found
         )
         assert (
-            f"different synchronization points ({', '.join(places)}). Commonest"
+            f"different synchronization points ({', '.join(places)}). Common"
             in found[0]
             == found[2]
         )

@@ -33,8 +33,8 @@ from tests.strategies.conftest import (
 
 SECONDS = 3.0
 ENDED = " exited unexpectedly; see its output above"
-LATE = "waited 3 s (`timeout`) for process 1. Commonest causes"
-ELSEWHERE = "synchronization points (process 0: gradients, process 1: weights). Commonest causes"
+LATE = "waited 3 s (`timeout`) for process 1. Common causes"
+ELSEWHERE = "synchronization points (process 0: gradients, process 1: weights). Common causes"
 
 
 class Fails(Net):
