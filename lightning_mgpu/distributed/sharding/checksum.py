@@ -1,4 +1,4 @@
-"""Checksums by which processes compare batches, samples and weights."""
+"""Checksums of batches, samples and weights, which processes compare."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,7 +12,7 @@ from torch import Tensor
 def checksum(part: Any, before: int = 0) -> int:
     """A checksum of all arrays, numbers and text in a batch, and of the type of anything else.
 
-    `before` is the checksum of what comes before it.
+    `before` is the checksum of all preceding parts.
     """
     if isinstance(part, Tensor) and is_dense(part):
         part = to_bytes(part).cpu().numpy()
@@ -21,15 +21,15 @@ def checksum(part: Any, before: int = 0) -> int:
             return crc32(part.tobytes(), before)
         part = part.ravel().tolist()
     if isinstance(part, (Mapping, list, tuple)):
-        for each in part.values() if isinstance(part, Mapping) else part:
-            before = checksum(each, before)
+        for item in part.values() if isinstance(part, Mapping) else part:
+            before = checksum(item, before)
         return before
     is_plain = isinstance(part, (np.generic, str, bytes, int, float, complex, type(None)))
     return crc32(repr(part if is_plain else type(part)).encode(), before)
 
 
 def to_bytes(X: Tensor) -> Tensor:
-    """The bytes of its numbers, in their order: (n,). Equal bytes tell NaN from NaN, too."""
+    """The bytes (n,) of the elements, in order. Comparing bytes also works for NaN."""
     return X.detach().reshape(-1).contiguous().view(torch.uint8)
 
 

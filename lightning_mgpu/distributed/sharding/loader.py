@@ -1,7 +1,7 @@
-"""Each process gets its shard of every global batch, from any loader.
+"""Loads this process's shard of every global batch, from any loader.
 
-Where a loader is torch's own and knows the indices of its batches, the indices are cut, and a
-process reads only its shard. Any other loader is read whole by every process.
+If a loader is a DataLoader with a batch sampler, indices are cut, and a process reads only its
+shard. All batches of any other loader are read by every process.
 """
 
 import copy
@@ -29,25 +29,25 @@ from lightning_mgpu.distributed.sharding.split_batch import cut, num_samples, sh
 
 
 class ShardLoader:
-    """A loader of this process's shards. Other attributes are those of the user's loader.
+    """Wraps the user's loader, and yields this process's shards. Other attributes are the loader's.
 
-    A loop gets each as a `Shard`, and anybody else the batch that is inside. In an evaluation,
+    Loops receive `Shard` objects; other callers receive the batches in them. In an evaluation,
     small batches are joined until every process has a sample.
 
     Args:
-        loader: The user's.
-        strategy: Knows the processes, the Trainer whose loops read this loader, and what they draw.
+        loader: The user's loader.
+        strategy: Provides ranks, RNG contexts, and the Trainer whose loops read this loader.
     """
 
-    loader: Any = None  # while a copy is made
+    loader: Any = None  # while it is copied
 
     def __init__(self, loader: Any, strategy: Any) -> None:
         trainer, k, rank = strategy.module.trainer, strategy.world_size, strategy.global_rank
         own: dict[str, Any] = {"trainer": trainer, "trains": trainer.training, "strategy": strategy}
         own |= {"num_shards": k, "rank": rank, "probe": None, "peek_rng": None}
-        if hasattr(loader, "state_dict"):  # Lightning looks among an instance's attributes
+        if hasattr(loader, "state_dict"):  # Lightning reads instance attributes
             own |= {name: getattr(loader, name) for name in ("state_dict", "load_state_dict")}
-        if makes_whole_batches(loader):  # from here, writers of predictions get indices
+        if makes_whole_batches(loader):  # prediction writers read indices here
             own["batch_sampler"] = record = _IndexBatchSamplerWrapper(loader.sampler)
             record.seen_batch_indices = []
         vars(self).update(own, loader=loader, reading=loader)
@@ -57,11 +57,11 @@ class ShardLoader:
         return getattr(self.reading if name == "_iterator" else self.loader, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # Lightning shuts down the workers of an `_iterator`: that of the copy which reads
+        # Lightning shuts down the workers of `_iterator`, which belongs to the copy in use
         setattr(self.reading if name == "_iterator" else self.loader, name, value)
 
     def __len__(self) -> int:
-        """At most: a small last batch may be joined to the one before it."""
+        """An upper bound: a small last batch may be joined to the one before it."""
         size = getattr(self.loader, "batch_size", None)
         is_joined = size and knows_indices(self.loader) and self.joins()
         num_joined = -(-self.num_shards // size) if is_joined else 1
@@ -73,7 +73,7 @@ class ShardLoader:
         return getattr(loop, "_combined_loader", None)
 
     def joins(self) -> bool:
-        """Whether small batches are joined: in an evaluation, of one loader after the other."""
+        """Whether small batches are joined: in an evaluation with sequential loaders."""
         is_sequential = getattr(self._find_combined(), "_mode", None) == "sequential"
         return is_sequential and self.num_shards > 1 and not self.trains
 
@@ -81,34 +81,34 @@ class ShardLoader:
         combined = self._find_combined()
         loaders = getattr(combined, "flattened", [])
         number = loaders.index(self) if self in loaders else None
-        # others look at some batches, perhaps in one process only: no global generator moves
+        # hooks may peek at batches, even in one process only: the global RNGs must not change
         is_peek = number is None or not starts_from(loaders)
         if is_peek and self.peek_rng is None:
             vars(self).update(peek_rng=RNGStates())
         guard = self.peek_rng.swapped_in if is_peek else self.strategy.draw_for_loader
-        # two loaders over one dataset, and all passes over one loader, draw other numbers
+        # loaders of one dataset, and passes over one loader, draw different random numbers
         where = [self.trainer.fit_loop.total_batch_idx, number]
         is_fitting = self.trainer.state.fn == "fit"
         where += [] if is_peek or is_fitting else [next(self.strategy.numbers_of_passes)]
         with guard():
             seed = crc32(torch.get_rng_state().numpy().data, crc32(repr(where).encode()))
             if not knows_indices(self.loader):
-                return self._hand_on(self._read_whole(iter(self.loader)), seed, guard, is_peek)
-            reading = self.reading  # its workers may live on
+                return self._iterate(self._read_whole(iter(self.loader)), seed, guard, is_peek)
+            reading = self.reading  # with its persistent workers, if any
             if is_peek or reading is self.loader or reading._iterator is None:
                 reading = self._copy()
             if not is_peek:
                 vars(self).update(reading=reading)
             self.sampler_of_shards.seed = seed
-            return self._hand_on(iter(reading), seed, guard, is_peek)
+            return self._iterate(iter(reading), seed, guard, is_peek)
 
     def _copy(self) -> Any:
-        """A copy of the user's loader, as it is now, that reads shards."""
+        """Copy the user's loader, in its current state, to read shards."""
         loader, reader = copy.copy(self.loader), self.loader.dataset
         if not isinstance(reader, ShardReader):
             reader = ShardReader(reader, loader.collate_fn)
         name = "sampler" if makes_whole_batches(loader) else "batch_sampler"
-        # `vars`, as DataLoader does not let one set these; `default_convert` leaves a `Shard` alone
+        # `vars`, because DataLoader forbids to set these; `default_convert` returns a `Shard` as is
         vars(loader).update({"dataset": reader, name: self.sampler_of_shards, "_iterator": None})
         vars(loader).update({"collate_fn": default_convert, "in_order": True})
         return loader
@@ -118,8 +118,8 @@ class ShardLoader:
         is_map = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
         if k > 1 and is_map and loader.batch_sampler is None:
             raise ValueError(
-                "DataLoader(batch_size=None) does not tell samples from batches: give it a "
-                "batch_size or a batch_sampler, or let an IterableDataset yield batches."
+                "DataLoader(batch_size=None) cannot be split: it may yield either samples or "
+                "batches. Set batch_size or batch_sampler, or yield batches of an IterableDataset."
             )
         sampler, most = getattr(loader, "batch_sampler", None), getattr(loader, "batch_size", None)
         for number, batch in enumerate(batches):
@@ -136,8 +136,8 @@ class ShardLoader:
             indices = indices._replace(order=checksum([num, first, last]))
             yield Shard(part, indices, Probe(0, True))
 
-    def _hand_on(self, batches: Any, seed: int, guard: Any, is_peek: bool) -> Iterator[Any]:
-        """One pass, with what all processes have to find alike in it: its `invariants`."""
+    def _iterate(self, batches: Any, seed: int, guard: Any, is_peek: bool) -> Iterator[Any]:
+        """Iterate over one pass, and attach the `invariants` of its batches."""
         is_drawn = self.trains and not makes_whole_batches(self.loader)
         length = sized_len(getattr(self.loader, "dataset", None)) or 0
         invariants = {"seed": seed if is_drawn else 0, "dataset": length, "batches": 0}
@@ -146,7 +146,7 @@ class ShardLoader:
                 batch = next(batches, None)
             if batch is None:
                 return
-            if is_peek:  # a hook or a script makes it, and not a loop
+            if is_peek:  # requested by a hook or a script, not by a loop
                 yield batch.batch
                 continue
             indices, probe = batch.indices, batch.probe or self.probe
@@ -156,7 +156,7 @@ class ShardLoader:
                 invariants["dataset"] += probe.checksum if indices.number == 0 else 0
             invariants["batches"] = crc32(b"%d" % indices.order, invariants["batches"])
             batch.invariants = {**invariants}
-            # the indices of each batch that Lightning notes for `predict`
+            # the indices of each batch, which Lightning reads in `predict`
             sampler: Any = getattr(self, "batch_sampler", None)
             if hasattr(sampler, "seen_batch_indices"):
                 place = slice(indices.number, indices.number + 1)
@@ -165,18 +165,18 @@ class ShardLoader:
 
 
 class ShardSampler:
-    """Yields the indices of this process's shards of each batch, in the place of a batch sampler.
+    """A batch sampler that yields the indices of this process's shard of each batch.
 
-    It goes through the user's sampler as the DataLoader asks for batches, so that the sampler
-    draws when, and what, it would draw on one device.
+    It iterates over the user's sampler lazily, so the sampler draws the same random numbers, at
+    the same time, as on one device.
     """
 
     def __init__(self, loader: ShardLoader) -> None:
-        self.loader, self.seed = loader, 0  # of the next pass
+        self.loader, self.seed = loader, 0  # seed of the next pass
 
     def __iter__(self) -> Iterator[ShardIndices]:
         loader = self.loader.loader
-        if makes_whole_batches(loader):  # it knows its epoch by now
+        if makes_whole_batches(loader):  # its epoch is set by now
             sampler = loader.sampler
             return self._cut(sampler, sampler.whole_batches(), sampler.pass_seed, sampler.epoch)
         return self._cut(loader.batch_sampler, map(list, loader.batch_sampler), self.seed, None)
@@ -193,53 +193,53 @@ class ShardSampler:
 
 
 def share_of_batch(loader_batch: Any, batch: Any) -> float:
-    """The share of the shard here in the global batch of a training step.
+    """This process's share of the samples in the global batch of a training step.
 
     Args:
-        loader_batch: What the loop has got from the loaders, with `Shard` in it.
-        batch: What the hooks have made of it.
+        loader_batch: The batch as received by the loop, with `Shard` objects.
+        batch: The batch after the transfer hooks.
 
     Raises:
-        ValueError: If the batch does not tell.
+        ValueError: If the share is ambiguous.
     """
     loaders, spec = tree_flatten(loader_batch)
     shares = set()
-    for number, each in enumerate(loaders):
-        if each is None:
-            continue  # this loader has ended
-        what = "the shape of a batch does not tell how many samples are in it"
-        need_weight(what, not each.has_rows)
-        num, size = num_samples(spec.flatten_up_to(batch)[number]), len(each.indices.samples)
-        need_weight(f"samples were left out, {num} rows of {size}", num != size)
-        shares.add(size / each.indices.num_samples)
-    need_weight(f"loaders have other shares of their batches, {sorted(shares)}", len(shares) != 1)
+    for number, shard in enumerate(loaders):
+        if shard is None:
+            continue  # this loader is exhausted
+        reason = "the number of samples cannot be inferred from the shape of a batch"
+        need_weight(reason, not shard.has_rows)
+        num, size = num_samples(spec.flatten_up_to(batch)[number]), len(shard.indices.samples)
+        need_weight(f"samples were dropped, {num} of {size} remain", num != size)
+        shares.add(size / shard.indices.num_samples)
+    need_weight(f"loaders have different shares of batches, {sorted(shares)}", len(shares) != 1)
     return shares.pop()
 
 
 def need_weight(reason: str, is_needed: bool) -> None:
     if is_needed:
-        how = 'The loss of a shard needs a weight, {"loss": loss, "weight": n}'
-        raise ValueError(f"{how}: {reason}.")
+        rule = 'The loss of a shard needs a weight, {"loss": loss, "weight": n}'
+        raise ValueError(f"{rule}: {reason}.")
 
 
 def starts_from(loaders: Any) -> bool:
-    """Whether an iterator over these loaders has called the one that asks, and not a hook.
+    """Whether the caller was called by an iterator over these loaders, and not by a hook.
 
-    A CombinedLoader starts its loaders by `iter`, which hands nothing on that would tell.
+    A CombinedLoader starts its loaders with `iter`, which passes no information on its caller.
     """
     caller = sys._getframe(2)
-    # in Python 3.11, a list comprehension has a frame of its own
-    callers = [each for each in (caller, caller.f_back) if each is not None]
+    # in Python 3.11, a list comprehension has a separate frame
+    callers = [frame for frame in (caller, caller.f_back) if frame is not None]
     return any(getattr(x.f_locals.get("self"), "iterables", None) is loaders for x in callers)
 
 
 def makes_whole_batches(loader: Any) -> bool:
-    """Whether its sampler yields whole batches by `whole_batches`, as that of `batch_loader`."""
+    """Whether the sampler has `whole_batches`, like the sampler of `batch_loader`."""
     return hasattr(getattr(loader, "sampler", None), "whole_batches")
 
 
 def knows_indices(loader: Any) -> bool:
-    """Whether a loader is a DataLoader that reads what its batch sampler says."""
+    """Whether a loader is a DataLoader that reads the indices of its batch sampler."""
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return False
     kind: Any = type(loader)
@@ -249,7 +249,7 @@ def knows_indices(loader: Any) -> bool:
 
 
 def smallest_batch(sampler: Any) -> int | None:
-    """The fewest samples in a batch, if torch's or our sampler tells."""
+    """The size of the smallest batch; None if the sampler's class is unknown."""
     if type(sampler) is BatchSampler and (num := sized_len(sampler.sampler)) is not None:
         rest = 0 if sampler.drop_last else num % sampler.batch_size
         return rest or sampler.batch_size
@@ -257,9 +257,9 @@ def smallest_batch(sampler: Any) -> int | None:
 
 
 def join(batches: Iterator[list[Any]], least: int) -> Iterator[list[Any]]:
-    """Join consecutive batches, until each has `least` samples.
+    """Join consecutive batches until each has at least `least` samples.
 
-    It reads a batch ahead: a small last batch joins the one before it.
+    It reads a batch ahead: a small last batch is joined to the one before it.
     """
     complete, rest = list[Any](), list[Any]()
     for batch in batches:

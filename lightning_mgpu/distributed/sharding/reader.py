@@ -1,8 +1,8 @@
-"""A shard is read: its samples, by their indices, and then collated by itself.
+"""Reads the samples of a shard by index, and collates them separately.
 
-What a dataset draws from the global generators belongs to the pass, the batch and the place of the
-sample in the global batch. So it is the same in any process, in any worker, for any number of
-shards. What `collate_fn` or a dataset's `__getitems__` draws belongs to the shard.
+The global RNGs are seeded per pass, batch and sample position in the global batch. So the random
+numbers of a dataset do not depend on the process, the worker or the number of shards. For
+`collate_fn` and a dataset's `__getitems__`, they are seeded per shard.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,40 +23,40 @@ from lightning_mgpu.seeds import seed_generators
 
 
 class BatchDataset(Dataset):
-    """A dataset that reads all samples of a shard at once, and draws by itself.
+    """A dataset that reads all samples of a shard at once, with its own RNG.
 
-    What it draws may depend only on the epoch and each sample's index: replicas share a batch.
+    Random numbers may depend only on the epoch and each sample's index: replicas share a batch.
     """
 
     def read(self, epoch: int, indices: Tensor) -> Any:
-        """The shard of the samples `indices` (n,)."""
+        """Return the collated samples `indices` (n,)."""
         raise NotImplementedError
 
     def __getitem__(self, index: Any) -> Any:
-        raise ValueError("this dataset reads whole shards: give it to batch_loader")
+        raise ValueError("this dataset reads whole shards: use it with batch_loader")
 
 
 class ShardIndices(NamedTuple):
-    """A batch sampler yields these instead of a list of indices."""
+    """The indices of a shard, which a batch sampler yields instead of a list."""
 
     samples: list[Any]  # the indices of the shard's samples in the dataset
     start: int  # the position of the shard's first sample in the global batch
     replica: int
-    num_samples: int  # of the global batch
+    num_samples: int  # in the global batch
     order: int  # the checksum of all indices of the batch
     number: int = 0  # of the batch in its pass
     seed: int = 0  # of the pass
     epoch: int | None = None  # for a BatchDataset
-    probe: Sequence[Any] = ()  # all processes read the first of these that can be read alone
+    probe: Sequence[Any] = ()  # all processes read the first readable sample of these
 
 
 def cut_indices(batch: list[Any], num_shards: int, replica: int, *epoch_key: Any) -> ShardIndices:
     """One replica's shard of a global batch, cut as by `torch.tensor_split`.
 
-    `epoch_key` contains the last fields of `ShardIndices`.
+    `epoch_key` contains the remaining fields of `ShardIndices`.
 
     Raises:
-        ValueError: If a shard would get no sample.
+        ValueError: If a shard would be empty.
     """
     ends = [0, *accumulate(shard_sizes(len(batch), [1] * num_shards))]
     start, end = ends[replica : replica + 2]
@@ -65,16 +65,16 @@ def cut_indices(batch: list[Any], num_shards: int, replica: int, *epoch_key: Any
 
 
 class Probe(NamedTuple):
-    """Facts from the first sample of a loader, read and collated by itself."""
+    """Properties of the first sample of a loader, read and collated separately."""
 
-    checksum: int  # 0 if it is another one when the sample is read again
+    checksum: int  # 0 if it changes when the sample is read again
     has_one_row: bool
 
 
 class Shard:
-    """A process's part of a batch, with its indices: what a loop gets from a loader.
+    """A process's part of a batch with its indices, as a loop receives it from a loader.
 
-    A strategy hands on the batch. The probe is of the first batch of a loader.
+    The strategy unwraps the batch. The first batch of a loader contains a probe.
     """
 
     invariants: dict[str, int] | None = None  # of the epoch so far, identical in all processes
@@ -89,9 +89,9 @@ class Shard:
 
 
 class ShardReader(Dataset):
-    """A dataset for `ShardIndices`. Other attributes are those of the dataset that it reads."""
+    """Wraps a dataset to read `ShardIndices`. Other attributes are the dataset's."""
 
-    read_from: Any = None  # while a copy is made
+    read_from: Any = None  # while it is copied
 
     def __init__(self, dataset: Any, collate_fn: Callable[[list[Any]], Any]) -> None:
         vars(self).update(read_from=dataset, collate_fn=collate_fn)
@@ -111,12 +111,12 @@ class ShardReader(Dataset):
             batch = self._read(indices, indices.replica, indices.start, indices.samples)
         return Shard(batch, indices, probe)
 
-    __getitems__ = __getitem__  # a DataLoader asks for this one first
+    __getitems__ = __getitem__  # DataLoader prefers this method
 
     def _probe(self, indices: ShardIndices) -> Probe | None:
-        """Of the first sample that can be read and collated alone."""
+        """Probe the first sample that can be read and collated."""
         for index in indices.probe:
-            with suppress(Exception):  # the shard that has the sample raises it
+            with suppress(Exception):  # raised again when its shard is read
                 first, again = (self._read(indices, 0, 0, [index]) for _ in range(2))
                 sample = checksum(first) if checksum(first) == checksum(again) else 0
                 has_one_row = False
@@ -132,7 +132,7 @@ class ShardReader(Dataset):
         if isinstance(dataset, BatchDataset) and indices.epoch is not None:
             return dataset.read(indices.epoch, torch.as_tensor(samples))
         if type(dataset) is TensorDataset and self.collate_fn is default_collate:
-            # one operation per tensor gives the same numbers and strides
+            # one operation per tensor, with the same values and strides
             rows = torch.as_tensor(samples)
             return [X.index_select(0, rows.to(X.device)).contiguous() for X in dataset.tensors]
         is_at_once, items = hasattr(dataset, "__getitems__"), []
@@ -144,5 +144,5 @@ class ShardReader(Dataset):
 
 
 def take_batch(shard: Shard) -> Any:
-    """The `collate_fn` of a loader that is not in a `ShardLoader`."""
+    """The `collate_fn` of a loader without a `ShardLoader`."""
     return shard.batch

@@ -1,4 +1,4 @@
-"""States of the global random generators that have been put aside."""
+"""Saved states of the global random number generators (RNGs)."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,7 +8,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 
 
 class RNGStates:
-    """The states that the generators of torch, NumPy and Python had when this was made."""
+    """The states of the RNGs of torch, NumPy and Python at the time of creation."""
 
     def __init__(self, include_cuda: bool = False) -> None:
         self.states = _collect_rng_states(include_cuda)
@@ -18,7 +18,7 @@ class RNGStates:
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
-        """Numbers that are drawn meanwhile move these states, and not the generators' own."""
+        """A context in which random numbers advance these states, not the global RNGs."""
         with isolate_rng(include_cuda=False):
             _set_rng_states(self.states)
             yield

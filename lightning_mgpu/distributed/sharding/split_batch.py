@@ -1,7 +1,7 @@
 """`split_batch` of the book, for lists, tuples and dicts of tensors.
 
-Samples lie along dimension 0 of tensors and arrays, and in lists without tensors, for example of
-names. Tensors and lists of length 1, 0-d tensors, numbers and strings belong to every shard.
+Samples are stacked along dimension 0 of tensors and arrays, or listed, for example as names.
+Every shard contains all tensors and lists of length 1, 0-d tensors, numbers and strings.
 """
 
 import copy
@@ -24,7 +24,7 @@ def shard_sizes(num_samples: int, shares: Sequence[float]) -> list[int]:
     """Samples per shard: each exact share rounded down, or up for the largest remainders.
 
     Raises:
-        ValueError: If a shard gets none.
+        ValueError: If a shard would be empty.
     """
     exact = [num_samples * share / sum(shares) for share in shares]
     sizes = [int(size) for size in exact]
@@ -33,14 +33,14 @@ def shard_sizes(num_samples: int, shares: Sequence[float]) -> list[int]:
         sizes[i] += 1
     if 0 in sizes:
         raise ValueError(
-            f"A batch of {num_samples} samples cannot be shared out to {len(sizes)} replicas: use "
-            "drop_last=True, another batch size, or fewer devices."
+            f"A batch of {num_samples} samples cannot be split among {len(sizes)} replicas: use "
+            "drop_last=True, a larger batch size, or fewer devices."
         )
     return sizes
 
 
 def num_samples(batch: Any) -> int:
-    """The number of samples; a ValueError for a batch that cannot be split."""
+    """The number of samples. Raises a ValueError for a batch that cannot be split."""
     arrays = [leaf for leaf in leaves(batch) if isinstance(leaf, ARRAYS) and leaf.ndim]
     lengths = {len(array) for array in arrays}
     lengths = lengths - {1} or lengths
@@ -53,21 +53,21 @@ def num_samples(batch: Any) -> int:
         kinds = ", ".join(sorted({type(leaf).__name__ for leaf in leaves(batch)}))
         raise ValueError(
             f"A batch of {kinds} with lengths {sorted(lengths)} cannot be split. Collate it to "
-            "tensors with one row per sample, in lists, tuples or dicts; or, for a batch that has "
-            'been split, return {"loss": loss, "weight": n}.'
+            "tensors with samples in dimension 0, in lists, tuples or dicts; or, if a hook has "
+            'split it, return {"loss": loss, "weight": n}.'
         )
     return lengths.pop()
 
 
 def cut(batch: Any, sizes: Sequence[int]) -> list[Any]:
-    """Consecutive pieces of a batch, without copying tensors."""
+    """Cut a batch into consecutive pieces, without copying tensors."""
     ends = list(accumulate(sizes))
     num = ends[-1]
 
     def piece(rows: slice, part: Any) -> Any:
         is_list = type(part) in (list, tuple)
         lists = [item for item in part if isinstance(item, (list, tuple))] if is_list else []
-        # inner lists may be samples, or fields that torch has collated: nothing tells
+        # inner lists may be samples, or fields that torch has collated: ambiguous
         if is_list and (len(part) not in (0, 1, num) or {*map(len, lists)} == {num}):
             raise ValueError(f"A list of {len(part)} in a batch of {num} samples cannot be split.")
         has_rows = part.ndim if isinstance(part, ARRAYS) else is_list
@@ -75,13 +75,13 @@ def cut(batch: Any, sizes: Sequence[int]) -> list[Any]:
             return part
         if not isinstance(part, Tensor) or part.requires_grad:
             return part[rows]
-        # by `.data` a step may edit its shard in place after another's has saved the batch
+        # `.data`: a step may edit its shard in place after autograd has saved another one
         shard: Any = part[rows].data.as_subclass(type(part))  # `[]` drops torchvision's subclasses
         vars(shard).update(vars(part))
         return shard
 
     rows = [slice(end - size, end) for size, end in zip(sizes, ends)]
-    return [_map(batch, partial(piece, each)) for each in rows]
+    return [_map(batch, partial(piece, shard)) for shard in rows]
 
 
 def leaves(batch: Any) -> list[Any]:
@@ -100,7 +100,7 @@ def _map(part: Any, function: Callable[[Any], Any]) -> Any:
     if isinstance(part, PackedSequence) or not isinstance(part, (list, tuple)):
         return function(part)
     is_named = hasattr(part, "_fields")
-    if not is_named and not any(isinstance(each, ARRAYS) for item in part for each in leaves(item)):
+    if not is_named and not any(isinstance(leaf, ARRAYS) for item in part for leaf in leaves(item)):
         return function(part)
     items = [_map(item, function) for item in part]
     return type(part)(*items) if is_named else type(part)(items)

@@ -152,7 +152,7 @@ def refused(said: str, make: Any = Validated, **loaders: Callable[[], Any]) -> C
 
 
 STARTED = [*product((AsksInSetup, FindsRate), (balanced, shuffled))]
-LEFT_OUT = 'The loss of a shard needs a weight, {"loss": loss, "weight": n}: samples were left'
+LEFT_OUT = 'The loss of a shard needs a weight, {"loss": loss, "weight": n}: samples were dropped'
 CASES = {
     "shuffled, other random numbers": Case(StartsApart),
     "a stream": Case(Net, lambda: {"data": DataLoader(Stream(samples()), 10)}),
@@ -174,11 +174,11 @@ CASES = {
     ),
     "seeded by rank": refused(" loads different batches than process ", data=seeded_apart),
     "few samples": refused(
-        "A batch of 1 samples cannot be shared out to 2 replicas: use drop_last=True",
+        "A batch of 1 samples cannot be split among 2 replicas: use drop_last=True",
         data=lambda: DataLoader(samples(), 28),
     ),
     "few samples to evaluate": refused(
-        "A batch of 1 samples cannot be shared out to 2",
+        "A batch of 1 samples cannot be split among 2",
         val=lambda: DataLoader(Subset(samples(), [1]), 2),
     ),
     "other samples": refused(
@@ -193,16 +193,16 @@ CASES = {
         data=lambda: DataLoader(Stream([torch.ones(50)] * 16), 8, collate_fn=list),
     ),
     "one sample": refused(
-        "DataLoader(batch_size=None) does not tell samples from batches",
+        "DataLoader(batch_size=None) cannot be split",
         data=lambda: DataLoader([(torch.ones(8, 8), 1)] * 20, batch_size=None),
     ),
     "of other shares": refused(
-        "loaders have other shares of their batches, [0.",
+        "loaders have different shares of batches, [0.",
         Several,
         data=lambda: several(60, 30, 5),
     ),
     "together": refused(
-        "A batch of 1 samples cannot be shared out to 2", EvaluatesBoth, val=of_two_sizes
+        "A batch of 1 samples cannot be split among 2", EvaluatesBoth, val=of_two_sizes
     ),
     "no rows": refused(
         "A batch of list with lengths []", data=lambda: DataLoader(Stream(["a"] * 4), 4)

@@ -38,7 +38,7 @@ def test_shares_are_rounded_to_the_nearest_sizes():
     assert shard_sizes(10, [0.7, 0.3]) == [7, 3]
     assert shard_sizes(9, [3, 1]) == [7, 2]
     for num, shares in ((10, [0.01, 0.99]), (2, [1, 1, 1])):
-        with pytest.raises(ValueError, match="cannot be shared out"):
+        with pytest.raises(ValueError, match="cannot be split among"):
             shard_sizes(num, shares)
 
 
