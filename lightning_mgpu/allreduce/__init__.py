@@ -1,10 +1,10 @@
-"""Allreduce by hand: `allreduce(tensors)` leaves the sum of k tensors, one per device, in each.
+"""Allreduce algorithms: `allreduce(tensors)` overwrites k tensors, one per device, with their sum.
 
-An algorithm is a plain function over a list of tensors, so it can be read, tested and swapped by
-itself; `check_allreduce` holds yours to the same contract. What each costs for k > 1 devices and
-tensors of n bytes:
+An algorithm is a plain function of a list of tensors, so it can be read, tested and replaced
+separately; `check_allreduce` verifies your own. Costs for k > 1 devices and tensors of n bytes
+(the bytes are received, and sent, by the busiest device):
 
-| file               | messages | supersteps      | busiest: in, out  | the idea                   |
+| file               | messages | supersteps      | bytes: in, out    | the idea                   |
 | ------------------ | -------- | --------------- | ----------------- | -------------------------- |
 | `textbook`         | 2(k-1)   | 2               | (k-1) n           | sum on device 0, copy back |
 | `key_value`        | 2(k-1)   | 2               | (k-1) n           | the same, with a store     |
@@ -13,16 +13,16 @@ tensors of n bytes:
 | `ring`             | 2k(k-1)  | 2(k-1)          | 2(k-1)/k n        | the same, by neighbors     |
 | `halving_doubling` | 2k log2k | 2 log2k         | 2(k-1)/k n        | the same, by partners      |
 
-Messages that do not depend on each other share a superstep. It takes the latency of a message, and
-the time for the bytes of its busiest device (record.py, plan.py). No allreduce can send and receive
-less than 2(k-1)/k n. Few supersteps win if the latency is high, small ones if the bandwidth is low.
+Independent messages share a superstep. A superstep takes the latency of one message, plus the time
+to transfer the bytes of its busiest device (record.py, plan.py). No allreduce can send and receive
+less than 2(k-1)/k n. Few supersteps are best if latency is high, few bytes if bandwidth is low.
 
-`textbook`, `tree` and `key_value` add every element in the same order, whatever else is in the
-tensor. They say so by an attribute, `elementwise = True`: a strategy may call them on any slice of
-a bucket of gradients, for example once per bucket instead of once per parameter.
+`textbook`, `tree` and `key_value` sum every element in the same order, wherever it is in a tensor.
+They declare this with the attribute `elementwise = True`: a strategy may call them on any slice of
+a bucket, for example once per bucket instead of once per parameter.
 
-The store of `key_value` is on device 0. With a separate machine, k replaces k-1. Tests compare the
-table with plans, and `python -m lightning_mgpu trace NAME` counts the messages of yours.
+The store of `key_value` is on device 0; on a separate machine, k replaces k-1. Tests compare the
+table with plans. `python -m lightning_mgpu trace NAME` counts the messages of your own function.
 """
 
 from lightning_mgpu.allreduce.check import (

@@ -1,4 +1,4 @@
-"""Tensors of any shape and layout as flat ones, for the algorithms that cut them into slices."""
+"""Flattens tensors of any shape and strides, for algorithms that cut them into slices."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,11 +8,11 @@ from torch import Tensor
 
 @contextmanager
 def flattened(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield each of `tensors` as 1-d, in one element order; writes to it end up in the tensor.
+    """Yield `tensors` as 1-d, all in the same element order; writes reach the tensors.
 
-    The order is that of the first tensor's memory. Tensors that are dense and laid out alike
-    (contiguous, transposed, channels_last, ...) thus become views and nothing is copied; the others
-    are copied, and copied back at the end.
+    Elements are in the memory order of the first tensor. So dense tensors with identical strides
+    (contiguous, transposed, channels_last, ...) become views and nothing is copied; any others are
+    copied, and copied back at the end.
     """
     # outermost dimension in memory first
     order = sorted(range(tensors[0].ndim), key=tensors[0].stride, reverse=True)

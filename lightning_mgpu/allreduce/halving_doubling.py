@@ -11,7 +11,7 @@ def halving_doubling_allreduce(tensors: list[Tensor]) -> None:
     """Sum halves of halves with partners at distance k/2 to 1, then copy them back, in place.
 
     A reduce-scatter by recursive halving, and an all-gather by recursive doubling. Every device
-    sends and receives 2(k-1)/k n bytes, like in a ring, in 2 log2(k) supersteps instead of 2(k-1).
+    sends and receives 2(k-1)/k n bytes, as in a ring, in 2 log2(k) supersteps instead of 2(k-1).
 
     Raises:
         ValueError: If k, the number of tensors, is not a power of two.
@@ -21,12 +21,12 @@ def halving_doubling_allreduce(tensors: list[Tensor]) -> None:
     """
     k = len(tensors)
     if k & (k - 1):
-        raise ValueError(f"{k} devices: halving and doubling needs 1, 2, 4, 8, ... Use a ring")
+        raise ValueError(f"{k} devices: halving_doubling needs 1, 2, 4, 8, ...: use ring")
     with flattened(tensors) as flat:
         ends = [flat[0].numel() * i // k for i in range(k + 1)]
 
         def block(i: int, distance: int) -> slice:
-            """The slice of the group of `distance` devices that i is in."""
+            """The slice of the group of `distance` devices that contains i."""
             first = i // distance * distance
             return slice(ends[first], ends[first + distance])
 

@@ -21,9 +21,8 @@ class KeyValueStore:
     def pull(self, key: Hashable, out: Tensor) -> None:
         """Write the sum of what was pushed to `key` into `out`.
 
-        Terms are added in the order of the workers' numbers, so the order in which the workers
-        happened to push does not change a bit. The first `pull` adds; the sum is kept for the
-        others.
+        Terms are added in the order of the workers' ranks, so results are bitwise identical for
+        any order of pushes. The first `pull` computes the sum, which later ones reuse.
         """
         first, *others = sorted(pushed := self._pushed[key])
         for worker in others:
@@ -37,7 +36,7 @@ def key_value_allreduce(tensors: list[Tensor]) -> None:
 
     The store is on device 0 and needs memory for k n bytes. All 2(k-1) messages of n bytes have the
     store at one end. In a cluster the store is a separate machine (2k messages), and the keys are
-    dealt out to several of them.
+    distributed over several of them.
 
     Source: d2l.ai, 'Parameter Servers', 'Key--Value Stores'; Li et al., 'Scaling Distributed
     Machine Learning with the Parameter Server' (2014).

@@ -1,7 +1,7 @@
-"""How k processes run an allreduce as it is written, each on its own tensor.
+"""The plan by which k processes run an allreduce as written, each on its own tensor.
 
 They run in supersteps: local operations, then messages, which can be read in the next superstep
-(Valiant, 'A Bridging Model for Parallel Computation', 1990). record.py makes the plan.
+(Valiant, 'A Bridging Model for Parallel Computation', 1990). record.py creates the plan.
 """
 
 import hashlib
@@ -13,14 +13,14 @@ from torch import Tensor
 
 
 class Ref(int):
-    """The number of a tensor. Numbers 0 to k - 1 are the arguments of the allreduce."""
+    """The index of a tensor. Indices 0 to k - 1 are the arguments of the allreduce."""
 
     def __repr__(self) -> str:
         return f"%{int(self)}"
 
 
 class Constant:
-    """A tensor that is the same in all processes."""
+    """A tensor that is identical in all processes."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor.detach().clone()
@@ -30,7 +30,7 @@ class Constant:
 
 
 class Operation(NamedTuple):
-    """A call of an operator on one device. In arguments and results, a Ref is a tensor."""
+    """A call of an operator on one device. In arguments and results, Refs replace tensors."""
 
     device: int
     superstep: int
@@ -38,7 +38,7 @@ class Operation(NamedTuple):
     args: Any
     kwargs: dict[str, Any]
     results: Any
-    line: str  # of the user's function: its file and number
+    line: str  # of the user's function: file and line number
 
 
 class Message(NamedTuple):
@@ -48,13 +48,13 @@ class Message(NamedTuple):
     target: int
     superstep: int
     like: Tensor  # dense, on `meta`
-    begin: int  # its place in the bytes that go from the source to the target in this superstep
+    begin: int  # offset in the bytes from the source to the target in this superstep
     sent: Ref
     received: Ref
     line: str
 
     def view(self, row: Tensor) -> Tensor:
-        """The message's tensor in these bytes."""
+        """The message's tensor as a view of these bytes."""
         values = row[self.begin : self.begin + self.like.nbytes].view(self.like.dtype)
         return values.as_strided(self.like.shape, self.like.stride())
 
@@ -97,19 +97,19 @@ class Plan:
             receiver.received.append(message)
             end = message.begin + message.like.nbytes
             sender.bytes_to[message.target] = receiver.bytes_from[message.source] = end
-        self.sent = [sum(sum(s.bytes_to) for s in each) for each in self._by_device]
-        self.received = [sum(sum(s.bytes_from) for s in each) for each in self._by_device]
+        self.sent = [sum(sum(s.bytes_to) for s in steps) for steps in self._by_device]
+        self.received = [sum(sum(s.bytes_from) for s in steps) for steps in self._by_device]
 
     def steps_of(self, device: int) -> list[Superstep]:
         """Its `num_supersteps` + 1 supersteps. The last one has no messages."""
         return self._by_device[device]
 
     def describe(self) -> list[str]:
-        """A text per step, equal for equal steps in all processes."""
+        """One string per step, equal for equal steps in all processes."""
         return [repr(tuple(step[:-1])) for step in self.steps]
 
     def digest(self) -> str:
-        """Equal in all processes that have recorded the same plan."""
+        """A hash, equal in all processes that have recorded the same plan."""
         text = f"{self.k} {layout_of(self.like)} {self.describe()}"
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -117,17 +117,17 @@ class Plan:
 class Execution:
     """One process's part of a plan, on its own tensor, in place.
 
-    In every superstep call `advance`, send what it returns, and call `receive`; at the end call
+    In every superstep call `advance`, send its results, and call `receive`; at the end call
     `advance(plan.num_supersteps)`.
 
     Raises:
-        ValueError: If the plan is for a tensor with another shape, strides or dtype.
+        ValueError: If the plan is for a tensor with different shape, strides or dtype.
     """
 
     def __init__(self, plan: Plan, rank: int, tensor: Tensor) -> None:
         if layout_of(tensor) != layout_of(plan.like):
-            planned, given = layout_of(plan.like), layout_of(tensor)
-            raise ValueError(f"the plan is for a tensor of {planned}, not of {given}")
+            planned, actual = layout_of(plan.like), layout_of(tensor)
+            raise ValueError(f"the plan is for a tensor of {planned}, not of {actual}")
         self.supersteps, self.device = plan.steps_of(rank), tensor.device
         self.values: dict[Any, Any] = {rank: tensor}  # by Ref
 
@@ -170,11 +170,11 @@ def run_plan(plan: Plan, tensors: Sequence[Tensor]) -> None:
     """Run all parts of a plan in this process, on k tensors, in place."""
     executions = [Execution(plan, rank, tensor) for rank, tensor in enumerate(tensors)]
     for superstep in range(plan.num_supersteps):
-        sent = [each.advance(superstep) for each in executions]
-        for rank, each in enumerate(executions):
-            each.receive(superstep, [parts[rank] for parts in sent])
-    for each in executions:
-        each.advance(plan.num_supersteps)
+        sent = [run.advance(superstep) for run in executions]
+        for rank, run in enumerate(executions):
+            run.receive(superstep, [parts[rank] for parts in sent])
+    for run in executions:
+        run.advance(plan.num_supersteps)
 
 
 def layout_of(tensor: Tensor) -> tuple[Any, ...]:
@@ -182,11 +182,11 @@ def layout_of(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def replace(value: Any, function: Callable[[Any], Any]) -> Any:
-    """The same lists, tuples and dicts with other leaves (faster than torch's pytree)."""
+    """Map the leaves of lists, tuples and dicts (faster than torch's pytree)."""
     if isinstance(value, (list, tuple)):
-        return type(value)([replace(each, function) for each in value])
+        return type(value)([replace(item, function) for item in value])
     if isinstance(value, dict):
-        return {name: replace(each, function) for name, each in value.items()}
+        return {name: replace(item, function) for name, item in value.items()}
     return function(value)
 
 

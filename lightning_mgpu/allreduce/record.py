@@ -1,11 +1,11 @@
 """Records an allreduce as a plan: it runs on tensors with a shape and a device, but no values.
 
-*Owner computes*: an operation runs on the device of the tensor that it changes, else on that of its
-first operand. A tensor of another device that it reads is a message, and so is `.to(device)`. New
-tensors on the host are constants, which every process has.
+*Owner computes*: an operation runs on the device of the tensor that it changes, else of its first
+operand. If it reads a tensor on a different device, or if it is `.to(device)`, that is a message.
+New tensors on the host are constants, which every process creates.
 
-An operation runs in the first superstep in which everything that it reads is there, and everything
-that it overwrites has been read.
+An operation runs in the first superstep with all its inputs available, and after all reads of the
+memory that it overwrites.
 """
 
 import sys
@@ -31,24 +31,24 @@ from lightning_mgpu.allreduce.plan import (
     replace,
 )
 
-HOST = torch.device("cpu")  # without an index: that of tensor i is cpu:i
+HOST = torch.device("cpu")  # without an index: tensor i is on cpu:i
 SKIPPED = (str(Path(torch.__file__).parent), __file__)
-Span = tuple[int, int]  # bytes of a storage: the first one, and the first one after them
+Span = tuple[int, int]  # bytes of a storage, [begin, end)
 
 
 def record(allreduce: Callable[[list[Tensor]], None], k: int, like: Tensor) -> Plan:
     """Call `allreduce` on k tensors with the shape, strides and dtype of `like`, but no values.
 
     Raises:
-        ValueError: One line that names the line of the function, if it needs values or addresses,
-            moves data to the host, draws random numbers, gives a tensor other memory, or does
-            something else when it is called again.
+        ValueError: Names the line of the function, if it needs values or addresses, moves data to
+            the host, draws random numbers, changes the memory of a tensor, or behaves differently
+            when it is called again.
     """
     plan, again = (Recorder(k, like).run(allreduce) for _ in range(2))
     for number, (step, other) in enumerate(zip_longest(plan.describe(), again.describe())):
         if step != other:
             line = (plan if step else again).steps[number].line
-            raise make_error(line, "it does something else when it is called again")
+            raise make_error(line, "it behaves differently when it is called again")
     return plan
 
 
@@ -62,8 +62,8 @@ def summarize(error: Exception) -> str:
 
 
 def find_line(frames: Iterable[Any]) -> str:
-    """The line of the recorded function, or of another function of its file that it calls."""
-    called = takewhile(lambda each: each[0].f_code is not Recorder.run.__code__, frames)
+    """The line of the recorded function, or of a function that it calls in the same file."""
+    called = takewhile(lambda call: call[0].f_code is not Recorder.run.__code__, frames)
     lines = [(frame.f_code.co_filename, number) for frame, number in called]
     lines = [line for line in lines if not line[0].startswith(SKIPPED)] or [("the function", 0)]
     path, number = next(line for line in lines if line[0] == lines[-1][0])
@@ -78,47 +78,47 @@ class Range:
 
 
 class Memory:
-    """A storage: the device that it is on, and in which superstep it was made."""
+    """A storage: its device, and the superstep that creates it."""
 
     def __init__(self, device: int, made: int, keep: Tensor) -> None:
         self.device, self.made = device, made
-        self.keep = keep  # else another storage could get its address
+        self.keep = keep  # else a new storage could reuse its address
         self.all_ranges = [Range(0, made, made)]
 
     def ranges(self, span: Span) -> list[Range]:
-        """The ranges of a span, which are cut at its ends."""
+        """The ranges of a span; ranges are cut at its ends."""
         for at in span:
-            i = bisect_right(self.all_ranges, at, key=lambda each: each.begin)
+            i = bisect_right(self.all_ranges, at, key=lambda part: part.begin)
             last = self.all_ranges[i - 1]
             if last.begin != at:
                 self.all_ranges.insert(i, Range(at, last.written, last.read))
-        begin, end = (bisect_left(self.all_ranges, at, key=lambda each: each.begin) for at in span)
+        begin, end = (bisect_left(self.all_ranges, at, key=lambda part: part.begin) for at in span)
         return self.all_ranges[begin:end]
 
 
 def find_superstep(made: int, read: list[Any], changed: list[Any]) -> int:
-    """The first superstep in which tensors can be read and changed. From now on they are."""
+    """The first superstep that can read and change these tensors; registers its accesses."""
     for x in read:
         x.memory.ranges(x.span)
-    writes = [each for x in changed for each in x.memory.ranges(x.span)]
-    reads = [each for x in read for each in x.memory.ranges(x.span)]
+    writes = [part for x in changed for part in x.memory.ranges(x.span)]
+    reads = [part for x in read for part in x.memory.ranges(x.span)]
     superstep = made
-    superstep = max([superstep, *(each.written for each in reads)])  # read after write
-    superstep = max([superstep, *(each.written for each in writes)])  # write after write
-    superstep = max([superstep, *(each.read for each in writes)])  # write after read
-    for each in reads:
-        each.read = max(each.read, superstep)
-    for each in writes:
-        each.written = superstep
+    superstep = max([superstep, *(part.written for part in reads)])  # read after write
+    superstep = max([superstep, *(part.written for part in writes)])  # write after write
+    superstep = max([superstep, *(part.read for part in writes)])  # write after read
+    for part in reads:
+        part.read = max(part.read, superstep)
+    for part in writes:
+        part.written = superstep
     return superstep
 
 
 class Recorded(Tensor):
-    """A tensor on device `cpu:i`. Inside is a tensor on `meta`."""
+    """A tensor on device `cpu:i`, which wraps a tensor on `meta`."""
 
     meta: Tensor
     memory: Memory
-    span: Span  # from its first to its last element, holes included
+    span: Span  # from the first to the last element, gaps included
     ref: Ref
     recorder: "Recorder"
 
@@ -126,13 +126,13 @@ class Recorded(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         recorder = next(x for x in leaves([*args]) if isinstance(x, Recorded)).recorder
         if func.__name__ == "__set__":
-            recorder.refuse("it assigns to an attribute of a tensor, such as `data`: use copy_")
-        try:  # in inference mode, composite operators would arrive in one piece
+            recorder.reject("it assigns to an attribute of a tensor, such as `data`: use copy_")
+        try:  # in inference mode, composite operators would not be decomposed
             with torch._C.DisableTorchFunctionSubclass(), torch.inference_mode(False):
                 return func(*args, **kwargs or {})
         except Exception as error:
             reason = f"while it is recorded, tensors have no values or memory ({summarize(error)})"
-            recorder.refuse(reason)
+            recorder.reject(reason)
 
     @classmethod
     def __torch_dispatch__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -140,15 +140,15 @@ class Recorded(Tensor):
 
 
 class GivenList(list):
-    """The list that the function gets."""
+    """The list that is passed to the function."""
 
     def __setitem__(self, i: Any, value: Any) -> None:
-        if value is not self[i]:  # which it is after `tensors[i] += X`
-            self[0].recorder.refuse("it gives the list another tensor: use tensors[i].copy_(...)")
+        if value is not self[i]:  # `tensors[i] += X` assigns the same tensor
+            self[0].recorder.reject("it rebinds a slot of the list: use tensors[i].copy_(...)")
 
 
 class Recorder(TorchDispatchMode):
-    """Runs operators on `meta`, and notes them with their supersteps and messages."""
+    """Runs operators on `meta`, and records them with their supersteps and messages."""
 
     def __init__(self, k: int, like: Tensor) -> None:
         super().__init__()
@@ -169,11 +169,11 @@ class Recorder(TorchDispatchMode):
         except Exception as error:
             line = find_line(reversed([*traceback.walk_tb(error.__traceback__)]))
             raise self.error or make_error(line, f"it raises {summarize(error)}") from error
-        if self.error:  # which the function has caught
+        if self.error:  # the function has caught it
             raise self.error
         return Plan(len(self.devices), self.tensors[0].meta, self.steps)
 
-    def refuse(self, reason: str) -> NoReturn:
+    def reject(self, reason: str) -> NoReturn:
         self.error = self.error or make_error(self.find_line(), reason)
         raise self.error
 
@@ -181,7 +181,7 @@ class Recorder(TorchDispatchMode):
         return find_line(traceback.walk_stack(sys._getframe()))
 
     def place(self, meta: Tensor, device: int, superstep: int) -> Recorded:
-        """A result: new memory, or a view of memory that is known."""
+        """Wrap a result: new memory, or a view of recorded memory."""
         address, begin = meta.untyped_storage()._cdata, int(meta.storage_offset())
         memory = self.memories.setdefault(address, Memory(device, superstep, meta))
         make: Any = Tensor._make_wrapper_subclass
@@ -196,10 +196,10 @@ class Recorder(TorchDispatchMode):
         return x
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Find the device of an operation, or refuse it."""
+        """Find the device of an operation, or raise an error."""
         kwargs, schema = kwargs or {}, func._schema
         if torch.Tag.nondeterministic_seeded in func.tags:
-            self.refuse("it draws random numbers")
+            self.reject("it draws random numbers")
         if "_foreach_" in schema.name:  # one operation for each element of the lists
             name = schema.name.partition("_foreach_")[2]
             rows = zip(*(x if isinstance(x, (list, tuple)) else repeat(x) for x in args))
@@ -211,30 +211,30 @@ class Recorder(TorchDispatchMode):
         names = [a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write]
         changed: Any = [x for x in leaves([given.get(n) for n in names]) if isinstance(x, Tensor)]
         if any(x.recorder is not self for x in inputs):
-            self.refuse("it uses a tensor of an earlier call")
+            self.reject("it uses a tensor of an earlier call")
         if not all(isinstance(x, Recorded) for x in changed) and schema.name != "aten::detach_":
-            self.refuse("it writes into a tensor on the host, or from outside")
+            self.reject("it writes to a tensor that is on the host, or from outside")
         if len({x.device for x in changed}) > 1:
-            self.refuse("it writes into tensors of several devices at once")
+            self.reject("it writes to tensors on several devices at once")
         wanted = given.get("device")
         if not inputs and wanted in (None, HOST):
             return func(*args, **kwargs)  # a constant
         if wanted not in (None, *self.devices):
-            self.refuse(f"it moves data from or to {wanted}, which is not a tensor's device")
+            self.reject(f"it moves data from or to {wanted}, which is not the device of a tensor")
         device = (changed or inputs)[0].memory.device if wanted is None else wanted.index
         return self.note(func, args, kwargs, device, inputs, changed)
 
     def note(
         self, func: Any, args: Any, kwargs: Any, device: int, inputs: list[Any], changed: list[Any]
     ) -> Any:
-        """Run an operation on `meta`, and note it and its messages."""
+        """Run an operation on `meta`, and record it and its messages."""
         schema = func._schema
         is_copy = schema.name == "aten::_to_copy"
         if not is_copy and any(argument.name == "device" for argument in schema.arguments):
-            # a factory reads shapes, and no values
+            # a factory reads only shapes
             args, kwargs = replace((args, kwargs), lambda x: getattr(x, "meta", x))
             kwargs, inputs = {**kwargs, "device": self.devices[device]}, []
-        here = {id(x): self.bring(x, device) for x in inputs}
+        here = {id(x): self.move(x, device) for x in inputs}
         args, kwargs = replace((args, kwargs), lambda x: here.get(id(x), x))
         meta_args, meta_kwargs = replace((args, kwargs), to_meta)
         metas = func(*meta_args, **meta_kwargs)
@@ -243,8 +243,8 @@ class Recorder(TorchDispatchMode):
             if received is not inputs[0] and layout_of(received) == layout_of(metas):
                 return received  # the message is the copy
         if schema.name == "aten::set_" or any(layout_of(x) != layout_of(x.meta) for x in changed):
-            self.refuse("it gives a tensor another shape or memory")
-        is_view = not changed and any(each.alias_info for each in schema.returns)
+            self.reject("it changes the shape or memory of a tensor")
+        is_view = not changed and any(result.alias_info for result in schema.returns)
         read = [] if is_view else [x for x in here.values() if all(x is not y for y in changed)]
         made = max((x.memory.made for x in here.values()), default=0)
         superstep = find_superstep(made, read, changed)
@@ -262,8 +262,8 @@ class Recorder(TorchDispatchMode):
             self.steps.append(Operation(device, superstep, func, args, kwargs, refs, line))
         return results
 
-    def bring(self, x: Recorded, target: int) -> Recorded:
-        """The tensor on a device: itself, or a message's."""
+    def move(self, x: Recorded, target: int) -> Recorded:
+        """The tensor on the target device: itself, or received by a message."""
         source = x.memory.device
         if source == target:
             return x

@@ -1,4 +1,4 @@
-"""Allreduce along a binary tree: as many messages as the textbook's, in pairs at the same time."""
+"""Binary-tree allreduce: as many messages as the textbook's, but pairs work concurrently."""
 
 import torch
 from torch import Tensor
@@ -10,8 +10,8 @@ def tree_allreduce(tensors: list[Tensor]) -> None:
 
     For k = 4: 1 -> 0 and 3 -> 2, then 2 -> 0; back 0 -> 2, then 0 -> 1 and 2 -> 3.
 
-    2(k-1) messages of n bytes in 2 floor(log2 k) supersteps. Device 0 moves most: it receives
-    ceil(log2 k) n bytes and sends as many.
+    2(k-1) messages of n bytes in 2 floor(log2 k) supersteps. Device 0 is the busiest: it
+    receives and sends ceil(log2 k) n bytes.
 
     Source: the binomial tree of Thakur, Rabenseifner & Gropp, 'Optimization of Collective
     Communication Operations in MPICH' (2005).

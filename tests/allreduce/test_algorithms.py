@@ -52,7 +52,7 @@ def test_real_numbers_agree_to_rounding_and_replicas_to_the_bit(allreduce):
 
 
 def test_halving_and_doubling_needs_a_power_of_two():
-    with pytest.raises(ValueError, match=r"^6 devices: halving and doubling needs 1, 2, 4, 8"):
+    with pytest.raises(ValueError, match=r"^6 devices: halving_doubling needs 1, 2, 4, 8"):
         algorithms.halving_doubling_allreduce([torch.zeros(3)] * 6)
     counts = [algorithms.counts_to_check(f, 8) for f in vars(algorithms).values() if callable(f)]
     assert [4, 8] in counts and [3, 4, 8] in counts

@@ -165,20 +165,20 @@ REFUSED = {
         reads_the_pointer,
         copies_deeply,
     ],
-    "something else when it is called again": [
+    "behaves differently when it is called again": [
         alternates,
         scales_at_random,
         scales_by_numpy,
         sometimes_does_more,
     ],
-    "on the host, or from outside": [counts_outside, sums_on_the_host],
+    "that is on the host, or from outside": [counts_outside, sums_on_the_host],
     "a tensor of an earlier call": [keeps_a_residual],
     "draws random numbers": [draws_on_the_host, draws_on_the_device, drops_out],
     "moves data from or to cpu": [moves_to_the_host, has_its_store_on_the_host],
     r"use tensors\[i\].copy_": [rebinds_a_slot],
     "such as `data`": [rebinds_data],
-    "another shape or memory": [sets, resizes],
-    "several devices at once": [writes_to_two_devices],
+    "changes the shape or memory": [sets, resizes],
+    "on several devices at once": [writes_to_two_devices],
     r"it raises KeyError: 'a\\nb'": [raises],
 }
 

@@ -103,7 +103,7 @@ def test_losses():
     for wrong in (torch.ones(2), {"loss": 3.0}, 3.0, [loss]):
         with pytest.raises(MisconfigurationException, match="must be a scalar tensor"):
             split_loss(wrong)
-    with pytest.raises(MisconfigurationException, match=r"^The weight of a loss has 8 numbers: "):
+    with pytest.raises(MisconfigurationException, match=r"^The weight of a loss has 8 elements: "):
         split_loss({"loss": loss, "weight": torch.ones(8)})
     for number in (-1, float("nan"), float("inf")):
         with pytest.raises(MisconfigurationException, match="must be finite, >= 0"):

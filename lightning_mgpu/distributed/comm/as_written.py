@@ -1,4 +1,4 @@
-"""The message schedule of an allreduce as it is written: its messages are the network's."""
+"""The message schedule of an allreduce as written: it sends the messages of the function."""
 
 from collections.abc import Callable, Iterable
 from itertools import chain
@@ -10,19 +10,19 @@ from lightning_mgpu.distributed.comm.buckets import ALIGNMENT, Bucket
 from lightning_mgpu.distributed.comm.schedules import Message, MessageSchedule
 
 Sizes = list[tuple[int, ...]]
-"""Bytes of the parts of a message, by process and plan: (P, number of plans)."""
+"""Bytes per part of a message, by process and plan: (P, number of plans)."""
 
 
 class WrittenBucket:
-    """A bucket whose gradients are summed by plans, in which every process uses its own row.
+    """A bucket whose gradients are summed by plans, each process running its part on its own row.
 
-    An elementwise allreduce has one plan for the whole row, another one a plan per parameter. In
-    every superstep, one message has the bytes of all plans.
+    An elementwise allreduce has one plan for the whole row, any other allreduce one plan per
+    parameter. In every superstep, one message contains the bytes of all plans.
 
     Args:
         bucket: Parameters, and the row of this process.
-        make_plan: Returns the plan of an allreduce of k tensors like this one.
-        rank: The number of this process.
+        make_plan: Returns the plan of an allreduce of k tensors like its argument.
+        rank: The rank of this process.
     """
 
     def __init__(self, bucket: Bucket, make_plan: Callable[[Tensor], Plan], rank: int) -> None:
@@ -39,12 +39,12 @@ class WrittenBucket:
         return [plan for plan in self.plans if number < plan.num_supersteps]
 
     def _arguments(self, row: Tensor) -> list[Tensor]:
-        """In a row, this process's argument of each call of the allreduce."""
+        """This process's argument of each allreduce call, as views of a row."""
         bucket = self.bucket
         return [row.view(bucket.dtype)] if bucket.is_elementwise else bucket.views(row)
 
     def schedule(self) -> MessageSchedule:
-        # of a copy: the bucket's row shows whether gradients were edited after they were sent
+        # on a copy: the bucket's row is compared with gradients that may be edited in flight
         row = self.bucket.row.clone()
         arguments = zip(self.plans, self._arguments(row))
         runs = [(plan, Execution(plan, self.rank, X)) for plan, X in arguments]
@@ -62,11 +62,11 @@ class WrittenBucket:
 
 
 def transpose_padded(by_plan: Iterable[list[int]]) -> Sizes:
-    """Numbers of bytes by process and plan, rounded up to where any dtype may begin."""
+    """Numbers of bytes by process and plan, rounded up to a multiple of ALIGNMENT."""
     return [tuple(-(-num // ALIGNMENT) * ALIGNMENT for num in nums) for nums in zip(*by_plan)]
 
 
 def split_by_plan(row: Tensor, sizes: Sizes) -> list[tuple[Tensor, ...]]:
-    """For each plan, the parts of all processes."""
+    """Split a row into the parts of all processes, per plan."""
     parts = iter(row.split([*chain(*sizes)]))
     return [*zip(*([next(parts) for _ in nums] for nums in sizes))]

@@ -7,26 +7,26 @@ import numpy as np
 import torch
 from torch import Tensor
 
-ALIGNMENT = 64  # bytes: where a parameter's part of a row may begin
-FIRST_BUCKET = 1 / 16  # of the cap: a small one is sent early, as in DDP
+ALIGNMENT = 64  # bytes, of a parameter's part of a row
+FIRST_BUCKET = 1 / 16  # fraction of the cap: a small one is sent early, as in DDP
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 Gradients = dict[Tensor, Tensor]
 """By parameter. A parameter without a gradient is omitted."""
 
 
 class Bucket:
-    """Parameters, and the row of this process: its gradients, in bytes.
+    """Parameters whose gradients are sent together, and this process's row: the gradients as bytes.
 
-    Every byte of a row has an owner, the process that calls the allreduce on it. With one owner,
-    every process does. An elementwise allreduce is called on slices of equal size; another one on
-    whole parameters, whose owners get about as many bytes each.
+    Every byte of a row has an owner, the process that calls the allreduce on it. (With one owner,
+    every process calls it.) An elementwise allreduce is called on slices of equal size, any other
+    on whole parameters, with about the same number of bytes per owner.
 
     Args:
-        parameters: In the order in which they stand in a row.
-        num_owners: Owners are in the order of the bytes.
+        parameters: In the order of the row.
+        num_owners: Owners follow the order of the bytes.
         is_elementwise: Whether the allreduce may be called on any slice of a row.
-        memory: Bytes that all processes have mapped, (P, bytes of a row), and the number of this
-            process. Default: memory of this process only.
+        memory: Shared memory of all processes, (P, bytes of a row), and the rank of this process.
+            Default: private memory.
     """
 
     found_nonfinite = False  # set by a message schedule that replaces non-finite values
@@ -40,7 +40,7 @@ class Bucket:
     ) -> None:
         self.parameters, self.is_elementwise = list(parameters), is_elementwise
         self.dtype = self.parameters[0].dtype
-        # gradients are laid out like their parameters, as `fused=True` optimizers read them
+        # gradients have the strides of their parameters, as `fused=True` optimizers expect
         self.strides = [torch.empty_like(p, device="meta").stride() for p in parameters]
         self.begins = np.cumsum([0, *map(padded_size, parameters)])
         num_bytes, owners = self.begins[-1], np.arange(num_owners + 1)
@@ -48,7 +48,7 @@ class Bucket:
             cuts = num_bytes // ALIGNMENT * owners // num_owners * ALIGNMENT
         else:
             middles = (self.begins[1:] + self.begins[:-1]) * num_owners // (2 * num_bytes)
-            self.bounds = np.searchsorted(middles, owners)  # parameters, by owner
+            self.bounds = np.searchsorted(middles, owners)  # of parameters, by owner
             cuts = self.begins[self.bounds]
         self.sizes = np.diff(cuts).tolist()  # bytes, by owner
         self.is_shared = memory is not None
@@ -58,10 +58,10 @@ class Bucket:
         self.memory, rank = memory
         self.row = self.memory[rank]
         self.gradients = self.views(self.row)
-        self.targets: Gradients = {}  # in whose memory sums may be written
+        self.targets: Gradients = {}  # gradients that may be overwritten with sums
 
     def views(self, part: Tensor, begin: int = 0, end: int | None = None) -> list[Tensor]:
-        """The gradients of `parameters[begin:end]` in their part of a row: dense tensors."""
+        """The gradients of `parameters[begin:end]`, as dense views of their part of a row."""
         found = []
         starts = (self.begins[begin:end] - self.begins[begin]).tolist()
         for p, strides, start in zip(self.parameters[begin:end], self.strides[begin:end], starts):
@@ -70,19 +70,19 @@ class Bucket:
         return found
 
     def arguments(self, parts: Sequence[Tensor], owner: int) -> list[list[Tensor]]:
-        """The k tensors of each call of the allreduce, from the owner's part of all k rows."""
+        """The k tensors of each allreduce call, from an owner's part of all k rows."""
         if self.is_elementwise:
             return [[part.view(self.dtype) for part in parts]] if len(parts[0]) else []
         begin, end = self.bounds[owner : owner + 2].tolist()
         return [[*tensors] for tensors in zip(*(self.views(part, begin, end) for part in parts))]
 
     def pack(self, gradients: Gradients) -> None:
-        """Copy gradients into the row. A missing one is zeros."""
+        """Copy gradients into the row, and zeros for missing ones."""
         for view, p in zip(self.gradients, self.parameters):
             view.copy_(gradients[p]) if p in gradients else view.zero_()
 
     def write_results(self, sums: Sequence[Tensor]) -> list[Tensor]:
-        """The sums, in the memory of `targets`. A parameter without a target gets new memory."""
+        """Copy the sums into `targets`, or into new memory for parameters without a target."""
         written = []
         for p, strides, X in zip(self.parameters, self.strides, sums):
             target = self.targets.get(p)
@@ -92,7 +92,7 @@ class Bucket:
         return written
 
     def matches(self, gradients: Gradients) -> bool:
-        """Whether the row still contains these gradients. It reads all of them."""
+        """Whether the row still contains these gradients. Reads all of them."""
         return all(
             torch.equal(bits(view), bits(gradients[p])) if p in gradients else not view.any()
             for view, p in zip(self.gradients, self.parameters)
@@ -100,10 +100,10 @@ class Bucket:
 
 
 def group_parameters(parameters: Sequence[Tensor], cap: float) -> list[list[Tensor]]:
-    """Groups of one dtype, in the reverse order, in which gradients become ready.
+    """Group parameters by dtype, in reverse order, as their gradients become ready.
 
-    The first group has at least a sixteenth of `cap` bytes, and each later one up to twice as many
-    as the one before it, at most `cap`. With a cap of 0 there is one group per dtype.
+    The first group has at least a sixteenth of `cap` bytes, and this size doubles per group, up to
+    `cap`. With a cap of 0 there is one group per dtype.
     """
     groups, filling = [], defaultdict[torch.dtype, list[Tensor]](list)
     num_bytes, size = defaultdict[torch.dtype, int](int), cap * FIRST_BUCKET
@@ -117,7 +117,7 @@ def group_parameters(parameters: Sequence[Tensor], cap: float) -> list[list[Tens
 
 
 def bits(X: Tensor) -> Tensor:
-    """Integers that are equal if the numbers have the same bits, also for NaN."""
+    """View as integers, which are equal if values are bitwise identical (also NaN)."""
     X = torch.view_as_real(X) if X.is_complex() else X
     return X.view(INTEGERS[X.element_size()])
 

@@ -1,4 +1,4 @@
-"""Starts the buckets of a model in their order, also during a backward pass, as DDP's Reducer."""
+"""Starts the buckets of a model in order, during the backward pass, like DDP's Reducer."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -16,15 +16,15 @@ SyncBucket = Callable[[Bucket, Gradients], MessageSchedule]
 
 
 class BucketReducer:
-    """The buckets of a layout of parameters, started in their order.
+    """The buckets of a parameter layout; plays the role of DDP's Reducer.
 
     Args:
-        layout: The parameters, none of which is empty.
-        cap: Bytes after which a bucket is full; 0 means one bucket per dtype.
-        transport: Carries the messages.
-        sync_bucket: Makes the message schedule of a bucket, from all gradients.
+        layout: Non-empty parameters, in the order of the module.
+        cap: Bucket size in bytes; 0 means one bucket per dtype.
+        transport: Sends and receives the messages.
+        sync_bucket: Returns the message schedule of a bucket, from all gradients that are ready.
         is_elementwise: Whether the allreduce may be called on slices of a bucket.
-        in_memory: Whether processes sum rows where they are, in memory that all have mapped.
+        in_memory: Whether processes sum rows in place, in shared memory.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class BucketReducer:
         self.sends_messages = size > 1 and memory is None
         self.buckets = []
         num_owners = 1 if self.sends_messages and size == 2 else size
-        # in shared memory nothing is gained by several buckets
+        # several buckets have no benefit in shared memory
         for group in group_parameters([*layout], cap if self.sends_messages else 0):
             if memory is not None:
                 end = begin + sum(map(padded_size, group))
@@ -59,18 +59,18 @@ class BucketReducer:
         self.transport.start(bucket, self.sync_bucket(bucket, gradients), waits)
 
     def start_rest(self, gradients: Gradients, waits: bool) -> None:
-        """Start the buckets that have not started."""
+        """Start the remaining buckets."""
         while self.num_started < len(self.buckets):
             self.start_next(gradients, waits)
 
     @contextmanager
     def overlapping_backward(self) -> Iterator[None]:
-        """Start each bucket when a backward pass has accumulated the last of its gradients."""
+        """Start each bucket as soon as a backward pass has accumulated all its gradients."""
         missing = [{*bucket.parameters} for bucket in self.buckets]
         number_of = {p: number for number, group in enumerate(missing) for p in group}
 
         @torch.no_grad()
-        def note(p: Tensor) -> None:
+        def mark_ready(p: Tensor) -> None:
             if p.grad is not None and p.grad.layout == torch.strided:
                 missing[number_of[p]].discard(p)
             while self.num_started < len(missing) and not missing[self.num_started]:
@@ -78,7 +78,8 @@ class BucketReducer:
                 self.start_next(ready, waits=False)
             self.num_early = self.num_started
 
-        hooks = [p.register_post_accumulate_grad_hook(note) for p in number_of if p.requires_grad]
+        trained = [p for p in number_of if p.requires_grad]
+        hooks = [p.register_post_accumulate_grad_hook(mark_ready) for p in trained]
         try:
             yield
         finally:
@@ -86,15 +87,14 @@ class BucketReducer:
                 hook.remove()
 
     def is_edited(self, gradients: Gradients) -> bool:
-        """Whether a gradient was edited after it was sent during the pass."""
+        """Whether a gradient was edited after it was sent during the backward pass."""
         return not all(bucket.matches(gradients) for bucket in self.buckets[: self.num_early])
 
     def finish(self, gradients: Gradients) -> dict[Any, Any]:
-        """The results of all schedules, by bucket.
+        """Wait for the results of all message schedules, by bucket.
 
-        They are written into these gradients where they are the parameters' own, and each has
-        memory of its own: autograd gives two parameters views of one tensor if their gradients
-        are equal.
+        Sums overwrite those gradients that are a parameter's `grad` and share no memory (autograd
+        may give two parameters views of one tensor, if their gradients are equal).
         """
         memories = Counter(storage_of(g) for g in gradients.values())
         own = {p: g for p, g in gradients.items() if g is p.grad and not g.requires_grad}
@@ -104,7 +104,7 @@ class BucketReducer:
         self.num_started = self.num_early = 0
         results = self.transport.finish()
         for bucket in self.buckets:
-            bucket.targets = {}  # memory
+            bucket.targets = {}  # release memory
         return results
 
 

@@ -1,4 +1,4 @@
-"""The transport: carries the messages of several schedules side by side, first in, first out."""
+"""The transport: runs several message schedules concurrently, first in, first out."""
 
 from collections import deque
 from collections.abc import Callable
@@ -14,21 +14,20 @@ from torch import Tensor
 from lightning_mgpu.distributed.comm.schedules import Message, MessageSchedule
 from lightning_mgpu.distributed.processes.control_plane import ControlPlane
 
-# torch 2.14 has renamed it
+# renamed in torch 2.14
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class Transport:
-    """Sends first messages when schedules start, and the others after a control message.
+    """Sends first messages when schedules start, and later ones after a control message.
 
-    A process group pairs messages by the order in which they are sent. So schedules continue in
-    the order in which they started, which has to be the same in all processes, and never in the
-    order in which messages arrive.
+    A process group matches messages by send order. So schedules continue in the order of their
+    start, which must be identical in all processes, and never in the order of arrival.
 
     Args:
         control: Exchanges control messages.
-        group: For messages: gloo's between CPUs, NCCL's between GPUs. None: one process.
-        device_type: Of the tensors. Autocast, which a step may be in, does not apply to schedules.
+        group: Process group for messages, gloo between CPUs, NCCL between GPUs. None: one process.
+        device_type: Of the tensors. Schedules run without autocast, even if a step uses it.
     """
 
     def __init__(self, control: ControlPlane, group: Any, device_type: str = "cpu") -> None:
@@ -39,20 +38,17 @@ class Transport:
         self._in_flight: deque[tuple[Any, MessageSchedule, int, Callable[[], Any]]] = deque()
         self._waiting: list[tuple[Any, MessageSchedule]] = []
         self._results: dict[Any, Any] = {}
-        self.memory: dict[Any, Tensor] = {}  # of received bytes: new one in every step is slower
+        self.memory: dict[Any, Tensor] = {}  # receive buffers, reused because allocation is slow
 
     def start(self, key: Any, schedule: MessageSchedule, waits: bool = False) -> None:
-        """Send a schedule's first message, or let it wait for `finish`. Its result gets the key."""
+        """Send the first message of a schedule, or defer it to `finish`. `key` names the result."""
         if waits:
             self._waiting.append((key, schedule))
         else:
             self._advance(key, schedule, 0, None)
 
     def finish(self) -> dict[Any, Any]:
-        """After a control message: run all schedules to their end.
-
-        Returns the results of the schedules, by key.
-        """
+        """Run all schedules to completion, after a control message. Returns results by key."""
         waiting, self._waiting = self._waiting, []
         for key, schedule in waiting:
             self._advance(key, schedule, 0, None)
@@ -72,15 +68,15 @@ class Transport:
         self._in_flight.append((key, schedule, number, self._send((key, number), message)))
 
     def _send(self, key: Any, message: Message | None) -> Callable[[], Any]:
-        """Returns a function that waits for the bytes of all processes."""
+        """Send a message. Returns a function that waits for the bytes of all processes."""
         if message is None:
-            is_first = key[1] == 0  # a control message comes before `finish`
-            return (lambda: None) if is_first else self._meet
+            is_first = key[1] == 0  # a control message precedes `finish`
+            return (lambda: None) if is_first else self._barrier
         if self.control.skips_sync:
             return lambda: message.sent.repeat(self.control.size)
         return self._post(key, message)
 
-    def _meet(self) -> None:
+    def _barrier(self) -> None:
         self.control.all_gather(np.zeros(1, np.uint8), "sums")
 
     def _post(self, key: Any, message: Message) -> Callable[[], Tensor]:

@@ -187,7 +187,7 @@ CASES = {
     "does not tell its samples": Case(
         Counted,
         lambda: {"data": DataLoader(samples(), 10, collate_fn=flattened)},
-        'The loss of a shard needs a weight, {"loss": loss, "weight": n}: the shape',
+        'The loss of a shard needs a weight, {"loss": loss, "weight": n}: the number of samples',
     ),
     "drawn, split": drawn(Distinct, split),
     "drawn, 2 workers": drawn(Distinct, lambda: split(2)),

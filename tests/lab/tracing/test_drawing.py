@@ -154,7 +154,7 @@ def test_command(main, tmp_path, capsys):
         (["mine.is_silent"], "is_silent with torch.float32: RuntimeError: (), waiting"),
         (["mine.nothing"], "no allreduce 'mine.nothing'"),
         (["mine.exchange", "--sweep"], "--sweep: not for an exchange"),
-        (["halving_doubling", "--devices=6"], "6 devices: halving and doubling needs 1, 2, 4, 8"),
+        (["halving_doubling", "--devices=6"], "6 devices: halving_doubling needs 1, 2, 4, 8"),
         (["ring", "--mb=x"], "argument --mb: invalid float value: 'x'; see python -m"),
         (["ring", "--mb=nan"], "--mb=nan: a number from 1e-06 to 1,000,000"),
         (["ring", "--mbit=0"], "--mbit=0"),
