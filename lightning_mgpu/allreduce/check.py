@@ -121,7 +121,7 @@ def _call(
             total = _show(exact.to(x.dtype), is_wrong)
             raise ValueError(
                 f"{name} left device {i} ({device}) with {_show(result, is_wrong)} instead of the "
-                f"sum {total} ({where}); it must write into the tensors it is given "
+                f"sum {total} ({where}); it must write into the tensors it receives "
                 "(tensors[i].copy_(...)), not into copies, and not rebind the list's slots"
             )
     return results

@@ -19,7 +19,7 @@ class KeyValueStore:
         self._pushed[key][worker] = torch.empty_like(gradient, device=self.device).copy_(gradient)
 
     def pull(self, key: Hashable, out: Tensor) -> None:
-        """Write the sum of what was pushed to `key` into `out`.
+        """Write the sum of all gradients of `key` into `out`.
 
         Terms are added in the order of the workers' ranks, so results are bitwise identical for
         any order of pushes. The first `pull` computes the sum, which later ones reuse.

@@ -140,11 +140,11 @@ class Execution:
             outgoing: Memory for the bytes: `bytes_to` uint8 elements for each process. It begins
                 at multiples of 16 bytes. Default: new memory.
         """
-        own = self.supersteps[superstep]
+        part = self.supersteps[superstep]
         if outgoing is None:
-            sizes = own.bytes_to
+            sizes = part.bytes_to
             outgoing = [torch.empty(n, dtype=torch.uint8, device=self.device) for n in sizes]
-        for step in own.steps:
+        for step in part.steps:
             if isinstance(step, Message):
                 step.view(outgoing[step.target]).copy_(self.values[step.sent])
             else:

@@ -206,22 +206,22 @@ class Recorder(TorchDispatchMode):
             with self:
                 results = [getattr(torch.ops.aten, name)(*row, **kwargs) for row in rows]
             return None if name.endswith("_") else results
-        given = dict(zip([argument.name for argument in schema.arguments], args)) | kwargs
-        inputs = [x for x in leaves(given) if isinstance(x, Recorded)]
+        values = dict(zip([argument.name for argument in schema.arguments], args)) | kwargs
+        inputs = [x for x in leaves(values) if isinstance(x, Recorded)]
         names = [a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write]
-        changed: Any = [x for x in leaves([given.get(n) for n in names]) if isinstance(x, Tensor)]
+        changed: Any = [x for x in leaves([values.get(n) for n in names]) if isinstance(x, Tensor)]
         if any(x.recorder is not self for x in inputs):
             self.reject("it uses a tensor of an earlier call")
         if not all(isinstance(x, Recorded) for x in changed) and schema.name != "aten::detach_":
             self.reject("it writes to a tensor that is on the host, or from outside")
         if len({x.device for x in changed}) > 1:
             self.reject("it writes to tensors on several devices at once")
-        wanted = given.get("device")
-        if not inputs and wanted in (None, HOST):
+        target = values.get("device")
+        if not inputs and target in (None, HOST):
             return func(*args, **kwargs)  # a constant
-        if wanted not in (None, *self.devices):
-            self.reject(f"it moves data from or to {wanted}, which is not the device of a tensor")
-        device = (changed or inputs)[0].memory.device if wanted is None else wanted.index
+        if target not in (None, *self.devices):
+            self.reject(f"it moves data from or to {target}, which is not the device of a tensor")
+        device = (changed or inputs)[0].memory.device if target is None else target.index
         return self.note(func, args, kwargs, device, inputs, changed)
 
     def note(
@@ -234,19 +234,19 @@ class Recorder(TorchDispatchMode):
             # a factory reads only shapes
             args, kwargs = replace((args, kwargs), lambda x: getattr(x, "meta", x))
             kwargs, inputs = {**kwargs, "device": self.devices[device]}, []
-        here = {id(x): self.move(x, device) for x in inputs}
-        args, kwargs = replace((args, kwargs), lambda x: here.get(id(x), x))
+        local = {id(x): self.move(x, device) for x in inputs}
+        args, kwargs = replace((args, kwargs), lambda x: local.get(id(x), x))
         meta_args, meta_kwargs = replace((args, kwargs), to_meta)
         metas = func(*meta_args, **meta_kwargs)
         if is_copy and inputs:
-            received = here[id(inputs[0])]
+            received = local[id(inputs[0])]
             if received is not inputs[0] and layout_of(received) == layout_of(metas):
                 return received  # the message is the copy
         if schema.name == "aten::set_" or any(layout_of(x) != layout_of(x.meta) for x in changed):
             self.reject("it changes the shape or memory of a tensor")
         is_view = not changed and any(result.alias_info for result in schema.returns)
-        read = [] if is_view else [x for x in here.values() if all(x is not y for y in changed)]
-        made = max((x.memory.made for x in here.values()), default=0)
+        read = [] if is_view else [x for x in local.values() if all(x is not y for y in changed)]
+        made = max((x.memory.made for x in local.values()), default=0)
         superstep = find_superstep(made, read, changed)
         known = {id(x.meta): x for x in changed}
 

@@ -47,7 +47,7 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
     """Data parallelism with one process per replica and an allreduce written in Python.
 
     Args:
-        allreduce: Overwrites each of k tensors, one per replica, with the sum of all (see
+        allreduce: Overwrites each of k tensors, one per replica, with their sum (see
             `lightning_mgpu.allreduce`). On the command line: its dotted path.
         as_written: Send the messages that the allreduce describes, for example around a ring: each
             process runs it on its own gradients. Otherwise gradients are gathered and the function
@@ -162,7 +162,7 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
         return self.sync.reduce(gradients, purpose, invariants, buffers)
 
     def sync_bucket(self, bucket: Bucket, gradients: Gradients) -> MessageSchedule:
-        """Return the message schedule that sums a bucket over all replicas. May be overridden.
+        """Return the message schedule that sums a bucket (cf. DDP's communication hooks).
 
         Args:
             bucket: Its row contains a copy of the local gradients.
@@ -262,8 +262,8 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
         self._seed = crc32(self._began.numpy().data)
         self.window, self._is_blocked, self.has_run = None, False, False
         # a custom `backward` may edit gradients before they are sent, and so may an override
-        own = ManualAllreduceStrategy.exchange_gradients
-        edits = is_overridden("backward", self.module) or type(self).exchange_gradients is not own
+        base = ManualAllreduceStrategy.exchange_gradients
+        edits = is_overridden("backward", self.module) or type(self).exchange_gradients is not base
         # only one NCCL group may have collectives in flight; torch's SyncBatchNorm uses another
         one_group = self._layer_sync is None or is_on_cpu
         default = BUCKET_CAP_MB if is_on_cpu else 0

@@ -35,8 +35,8 @@ class SyncedBatchNorm(nn.SyncBatchNorm):
         X = input.to(torch.promote_types(input.dtype, torch.float32))
         dims, shape = [dim for dim in range(X.ndim) if dim != 1], [1, -1] + [1] * (X.ndim - 2)
         i, num_processes = layer.number, dist.get_world_size()
-        beside = X.new_tensor([i, i * i, X.numel() / X.size(1)])
-        total = _AllReduce.apply(torch.cat([X.sum(dims), beside]))
+        extras = X.new_tensor([i, i * i, X.numel() / X.size(1)])
+        total = _AllReduce.apply(torch.cat([X.sum(dims), extras]))
         mean, n = total[:-3] / total[-1], total[-1].detach()
         if total[-3] ** 2 != num_processes * total[-2]:  # equal if all numbers are
             raise RuntimeError(

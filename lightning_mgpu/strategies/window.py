@@ -46,7 +46,7 @@ class AccumulationWindow:
         self.epoch = module.trainer.current_epoch  # a window ends with its epoch
         self.num_batches = module.trainer.accumulate_grad_batches
         self.gradients: Gradients = {}
-        self.earlier: Gradients | None = None  # gradients of before the window
+        self.earlier: Gradients | None = None  # gradients from before the window
         self.has_weights: bool | None = None  # identical for all losses of a window
         self.weight = 0.0  # sum over all batches so far
         self.decay = 1.0  # factor of the gradients so far, before the next ones are added
@@ -126,7 +126,7 @@ class AccumulationWindow:
         self.gradients = get_gradients(parameters)
 
     def _divide_earlier(self) -> None:
-        """Move an equal part of the earlier gradients into every replica's gradients.
+        """Move an equal part of the earlier gradients to each replica.
 
         In manual optimization, an optimizer may zero or use them before the window ends.
         """

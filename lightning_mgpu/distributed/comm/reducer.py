@@ -97,8 +97,8 @@ class BucketReducer:
         may give two parameters views of one tensor, if their gradients are equal).
         """
         memories = Counter(storage_of(g) for g in gradients.values())
-        own = {p: g for p, g in gradients.items() if g is p.grad and not g.requires_grad}
-        targets = {p: g for p, g in own.items() if memories[storage_of(g)] == 1}
+        local = {p: g for p, g in gradients.items() if g is p.grad and not g.requires_grad}
+        targets = {p: g for p, g in local.items() if memories[storage_of(g)] == 1}
         for bucket in self.buckets:
             bucket.targets = targets
         self.num_started = self.num_early = 0

@@ -65,7 +65,7 @@ class ProcessPerDeviceStrategy(DDPStrategy):
     control: Any = None  # the `ControlPlane`, after `setup_distributed`
     loader_batch: Any = None  # the current batch as received by the loop, with `Shard` objects
     shards: Sequence[Any] = ()  # the `Shard` of each loader that is not exhausted
-    outer_rng: RNGStates | None = None  # of outside, during a validation
+    outer_rng: RNGStates | None = None  # RNG states from before a validation
     _optimized: frozenset[Tensor] = frozenset()  # parameters of all optimizers
 
     @property
@@ -228,7 +228,7 @@ class ProcessPerDeviceStrategy(DDPStrategy):
         self.outer_rng = None
 
     def draw_for_loader(self) -> Any:
-        """A context in which the loaders of a loop use and advance the RNG states of outside."""
+        """A context for a loop's loaders, which use and advance `outer_rng` if it is set."""
         return nullcontext() if self.outer_rng is None else self.outer_rng.swapped_in()
 
     def _setup_model(self, model: nn.Module) -> Any:
