@@ -61,14 +61,14 @@ class CPUSyncBatchNorm(LayerSync):
 
     def apply(self, model: nn.Module) -> nn.Module:
         self.plain = {x: type(x) for x in model.modules() if isinstance(x, LAYERS)}
-        for number, (layer, plain_class) in enumerate(self.plain.items()):
+        for number, (layer, base) in enumerate(self.plain.items()):
             vars(layer).update(number=number)
-            if plain_class not in LAYERS:
-                raise MisconfigurationException(f"sync_batchnorm does not support {plain_class}.")
+            if base not in LAYERS:
+                raise MisconfigurationException(f"CPU sync_batchnorm does not support {base}.")
             layer.__class__ = SyncedBatchNorm  # type: ignore[assignment]
         return model
 
     def revert(self, model: nn.Module) -> nn.Module:
-        for layer, plain_class in self.plain.items():
-            layer.__class__ = plain_class
+        for layer, base in self.plain.items():
+            layer.__class__ = base
         return model

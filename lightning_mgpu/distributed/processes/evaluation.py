@@ -38,8 +38,8 @@ class ExactLogging:
         shares = {len(shard.indices.samples) / shard.indices.num_samples for shard in batch_shards}
         if synced and len(shares) > 1:
             raise MisconfigurationException(
-                f"The loaders have different shares of their batches in a process, {sorted(shares)}"
-                ": log torchmetrics objects, or use the same batch size in all loaders."
+                f"This process has different shares of the loaders' batches, {sorted(shares)}: log "
+                "torchmetrics objects, or use the same batch size in all loaders."
             )
         self.averaged = [logged[name] for name, sync in synced.items() if not sync.should]
         for value in self.averaged:

@@ -118,8 +118,8 @@ class ShardLoader:
         is_map = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
         if k > 1 and is_map and loader.batch_sampler is None:
             raise ValueError(
-                "DataLoader(batch_size=None) cannot be split: it may yield either samples or "
-                "batches. Set batch_size or batch_sampler, or yield batches of an IterableDataset."
+                "DataLoader(batch_size=None) cannot be split: it may yield samples or batches. "
+                "Set batch_size or batch_sampler, or yield batches from an IterableDataset."
             )
         sampler, most = getattr(loader, "batch_sampler", None), getattr(loader, "batch_size", None)
         for number, batch in enumerate(batches):
@@ -212,7 +212,7 @@ def share_of_batch(loader_batch: Any, batch: Any) -> float:
         num, size = num_samples(spec.flatten_up_to(batch)[number]), len(shard.indices.samples)
         need_weight(f"samples were dropped, {num} of {size} remain", num != size)
         shares.add(size / shard.indices.num_samples)
-    need_weight(f"loaders have different shares of batches, {sorted(shares)}", len(shares) != 1)
+    need_weight(f"its shares of the loaders' batches differ, {sorted(shares)}", len(shares) != 1)
     return shares.pop()
 
 

@@ -197,7 +197,7 @@ CASES = {
         data=lambda: DataLoader([(torch.ones(8, 8), 1)] * 20, batch_size=None),
     ),
     "of other shares": refused(
-        "loaders have different shares of batches, [0.",
+        "its shares of the loaders' batches differ, [0.",
         Several,
         data=lambda: several(60, 30, 5),
     ),
