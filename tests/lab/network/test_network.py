@@ -204,8 +204,8 @@ def test_two_machines(command, machines):
 
 def test_the_command_of_the_page(main, monkeypatch, capsys):
     """The command takes it, and `fit` takes what the command adds."""
-    pytest.importorskip("lightning_mgpu.exchanges")  # the page of these, which can be deleted
-    page = (REPOSITORY / "docs" / "exchanges.md").read_text()
+    pytest.importorskip("lightning_mgpu.exchanges")  # its commands use these, which can be deleted
+    page = (REPOSITORY / "docs" / "network.md").read_text()
     lines = re.findall("^python -m lightning_mgpu (network .*)", page, flags=re.MULTILINE)
     monkeypatch.setattr(cli, "Popen", started := mock.MagicMock())
     started.return_value.__enter__.return_value.returncode = 3
