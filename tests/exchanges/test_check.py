@@ -103,6 +103,18 @@ def test_those_of_the_page():
         assert check_exchange(NAMESPACE[name]) == has_state
 
 
+def test_the_annotated_top_k_is_the_file():
+    [code] = re.findall(r"```python\n# from \S+/top_k.py\n(.*?)```", PAGE, flags=re.DOTALL)
+    exec(code, namespace := {"torch": torch})
+    datas: list[Any] = [[{}, {}], [{}, {}]]
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(3):
+        tensors = [*torch.randn(2, 9, 30, generator=generator)]
+        pairs = zip((top_k, namespace["top_k"]), datas)
+        first, second = (run_once(function, tensors, data) for function, data in pairs)
+        assert torch.equal(first, second)
+
+
 def test_qsgd_is_unbiased_with_independent_noise():
     """Means over steps, in units of what independent noise of two replicas with one X gives."""
     X = torch.randn(300, generator=torch.Generator().manual_seed(0)).double()
