@@ -1,6 +1,6 @@
 """'Training on Multiple GPUs' of d2l.ai, from scratch: no Trainer, no strategy, no `nn.Module`.
 
-python -m lightning_mgpu.book --devices 2       # draws book.png and prints the book's closing line
+python -m lightning_mgpu.book --devices 2       # draws book.png and prints the book's summary
 """
 
 import argparse
@@ -20,7 +20,7 @@ Params = list[Tensor]
 
 
 def init_params(seed: int = 0) -> Params:
-    """The 129,068 numbers of LeNet: weights from N(0, 0.01), biases of zero."""
+    """The 129,068 parameters of LeNet: weights from N(0, 0.01), zero biases."""
     generator = torch.Generator().manual_seed(seed)
     params = []
     shapes = [((20, 1, 3, 3), 20), ((50, 20, 5, 5), 50), ((800, 128), 128), ((128, 10), 10)]
@@ -40,14 +40,14 @@ def lenet(X: Tensor, params: Params) -> Tensor:
 
 
 def get_params(params: Params, device: torch.device) -> Params:
-    """A replica on a device. The chapter has no `clone`: two on one device are the same tensors."""
+    """A replica on a device. (Without `clone`, replicas on one device would share tensors.)"""
     return [param.to(device).clone().requires_grad_() for param in params]
 
 
 def split_batch(
     X: Tensor, y: Tensor, devices: list[torch.device]
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """One shard per device. In the chapter 4 devices share 5 samples as 2, 2, 1 and none."""
+    """One shard per device. (In the chapter, 4 devices get 2, 2, 1 and 0 of 5 samples.)"""
     X_shards, y_shards = (
         [shard.to(device, non_blocking=True) for shard, device in zip(shards, devices)]
         for shards in (X.tensor_split(len(devices)), y.tensor_split(len(devices)))
@@ -58,13 +58,13 @@ def split_batch(
 def train_batch(
     X: Tensor, y: Tensor, device_params: list[Params], devices: list[torch.device], lr: float
 ) -> Tensor:
-    """A step on a global batch: k shards, k losses, k gradients, one sum, k equal updates."""
+    """A step on a global batch: k shards, k losses, k gradients, one sum, k identical updates."""
     X_shards, y_shards = split_batch(X, y, devices)
-    losses = [  # sums, not means: a large shard counts for more than a small one
+    losses = [  # sums, not means: shards are weighted by their size
         F.cross_entropy(lenet(X_shard, params), y_shard, reduction="sum")
         for X_shard, y_shard, params in zip(X_shards, y_shards, device_params)
     ]
-    for loss in losses:  # no call waits for a GPU: all GPUs work at the same time
+    for loss in losses:  # asynchronous: all GPUs compute at the same time
         loss.backward()
     for replicas in zip(*device_params):  # the k copies of one parameter
         allreduce([replica.grad for replica in replicas])
@@ -72,12 +72,12 @@ def train_batch(
             for replica in replicas:  # sgd, by every device
                 replica.sub_(replica.grad, alpha=lr / len(X))  # the mean over the global batch
                 replica.grad = None
-    return torch.stack([loss.detach().to(devices[0]) for loss in losses]).sum()  # of the samples
+    return torch.stack([loss.detach().to(devices[0]) for loss in losses]).sum()  # over all samples
 
 
 @torch.no_grad()
 def evaluate_accuracy(batches: Iterable, params: Params) -> float:
-    """The share of samples that LeNet gets right on one device, as in the chapter."""
+    """The accuracy of LeNet on one device, as in the chapter."""
     device = params[0].device
     hits = [lenet(X.to(device), params).argmax(1).cpu() == y for X, y in batches]
     return torch.cat(hits).double().mean().item()
@@ -99,7 +99,7 @@ def train(devices: int, batch_size: int, lr: float, num_epochs: int) -> list[Par
         loss = torch.zeros((), device=all_devices[0])
         for X, y in train_iter:
             loss += train_batch(X, y, device_params, all_devices, lr)
-        synchronize(all_devices)  # the chapter waits for one
+        synchronize(all_devices)  # the chapter synchronizes one
         seconds += time.perf_counter()
         test_accs.append(evaluate_accuracy(test_iter, device_params[0]))
         values = f"train loss {loss / len(data.train_set):.3f}, test acc {test_accs[-1]:.3f}"
@@ -113,13 +113,13 @@ def train(devices: int, batch_size: int, lr: float, num_epochs: int) -> list[Par
 def main(args: list[str] | None = None) -> None:
     """Entry point of `python -m lightning_mgpu.book`."""
     defaults = argparse.ArgumentDefaultsHelpFormatter
-    about = "The chapter from scratch. It draws the book's curve, book.png, after every epoch."
+    about = "Train LeNet from scratch as in the chapter, and draw book.png after every epoch."
     parser = argparse.ArgumentParser("lightning_mgpu.book", None, about, formatter_class=defaults)
     add = parser.add_argument
-    add("--devices", type=int, default=2, help="GPUs if there are any, else the CPU, several times")
-    add("--batch_size", type=int, default=256, help="global: split over the devices")
+    add("--devices", type=int, default=2, help="number of GPUs, or of replicas on the CPU")
+    add("--batch_size", type=int, default=256, help="global batch size, split over the devices")
     add("--lr", type=float, default=0.2, help="learning rate")
-    add("--num_epochs", type=int, default=10, help="passes over the training images")
+    add("--num_epochs", type=int, default=10, help="number of epochs")
     train(**vars(parser.parse_args(args)))
 
 

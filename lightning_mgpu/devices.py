@@ -1,4 +1,4 @@
-"""The devices of a run, a line that describes them, and waiting until they have finished."""
+"""The devices of a run: listing, describing and synchronizing them."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -9,14 +9,14 @@ from lightning.pytorch import Trainer
 
 
 def devices(trainer: Trainer) -> list[torch.device]:
-    """The devices a run trains on: those of this machine, times the number of machines."""
+    """The devices of a run: this machine's devices times the number of machines."""
     strategy: Any = trainer.strategy
     local = getattr(strategy, "devices", None) or getattr(strategy, "parallel_devices", None)
     return [*(local or [strategy.root_device])] * trainer.num_nodes
 
 
 def process_devices(trainer: Trainer) -> list[torch.device]:
-    """The devices of this process. Waiting for any other GPU would open a context there."""
+    """The devices of this process. Synchronizing any other GPU would create a context on it."""
     return devices(trainer) if trainer.world_size == 1 else [trainer.strategy.root_device]
 
 
@@ -32,13 +32,13 @@ def describe_replicas(trainer: Trainer) -> str:
 
 
 def describe_devices(devices: Iterable[torch.device]) -> str:
-    """`2 x cpu`, `cuda:0, cuda:1`, `cpu`: a device that is listed several times is counted."""
+    """`2 x cpu`, `cuda:0, cuda:1`, `cpu`: repeated devices are counted."""
     counts = Counter(map(str, devices))
     return ", ".join(name if count == 1 else f"{count} x {name}" for name, count in counts.items())
 
 
 def gpus() -> list[torch.device]:
-    """The machine's GPUs. Apple's only GPU is left out, because it shares the CPU's memory."""
+    """The GPUs of this machine, without Apple's, which shares the memory of the CPU."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None or accelerator.type == "mps":
         return []
@@ -46,7 +46,7 @@ def gpus() -> list[torch.device]:
 
 
 def synchronize(devices: Iterable[torch.device]) -> None:
-    """Wait for all work that is queued on these devices."""
+    """Wait for all work queued on these devices."""
     for device in set(devices):
         if device.type != "cpu":
             torch.accelerator.synchronize(device)

@@ -1,10 +1,10 @@
-"""Hyperparameter search: one YAML, one `fit` per trial, no account and no server.
+"""Search hyperparameters: one YAML file, one `fit` per trial; no account or server.
 
     python -m lightning_mgpu sweep --config sweep/lenet_lr.yaml
     python -m lightning_mgpu sweep --config sweep/lenet_lr.yaml --count 4 --trainer.max_epochs=2
 
-Other arguments are passed to every `fit`. The same command continues an interrupted
-sweep, and shares its trials if it runs in several terminals. docs/runs.md has the rest.
+Other arguments are passed to every `fit`. Run the same command again to continue an interrupted
+sweep, or in several terminals to share its trials. See docs/runs.md.
 """
 
 import itertools
@@ -31,9 +31,14 @@ from lightning_mgpu.tools import LAST, UsageError, atomic_write, make_parser, pr
 def sweep_command(arguments: list[str]) -> None:
     parser = make_parser("sweep", __doc__)
     add = parser.add_argument
-    add("--config", action="append", required=True, help="the sweep; more are passed to `fit`")
-    add("--count", type=int, help="number of trials (default: the YAML's run_cap)")
-    add("--sweep_dir", type=Path, help="directory of the trials (default: sweeps/YAML)")
+    add(
+        "--config",
+        action="append",
+        required=True,
+        help="sweep YAML; others are passed to `fit`",
+    )
+    add("--count", type=int, help="number of trials (default: `run_cap`)")
+    add("--sweep_dir", type=Path, help="directory of the trials (default: sweeps/NAME)")
     options, fit_args = parser.parse_known_args(arguments)
     config, *fit_configs = options.config
     fit_args = [*(f"--config={path}" for path in fit_configs), *fit_args]
@@ -46,19 +51,19 @@ def sweep_command(arguments: list[str]) -> None:
     os.environ.setdefault("WANDB_RUN_GROUP", directory.name)
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     values = set()
-    # the second round waits for other terminals and continues what they leave
+    # the second round waits for other terminals and continues their unfinished trials
     for flag, number in itertools.product((LOCK_NB, 0), sweep.numbers):
         path = directory / f"trial_{number:03}.json"
         with path.with_suffix(".log").open("a") as log, suppress(BlockingIOError):
             flock(log, LOCK_EX | flag)  # `fit` inherits the lock and may outlive us
             values.add(sweep.run_trial(number, path, log))
     if values == {None}:
-        raise UsageError(f"no trial has a {sweep.metric}: read the logs, and delete {directory}")
+        raise UsageError(f"no trial logged {sweep.metric}: see the logs, then delete {directory}")
     runs_command([str(directory), f"--sort={sweep.metric}"])
 
 
 class Sweep:
-    """What to run. A trial has a JSON file, a log, and a run directory."""
+    """The trials of a sweep: each has a JSON file, a log and a run directory."""
 
     def __init__(self, yaml: dict[str, Any], count: int | None, fit_args: list[str]) -> None:
         self.method, specs = yaml["method"], yaml["parameters"]
@@ -66,13 +71,13 @@ class Sweep:
         if self.goal not in ("minimize", "maximize"):
             raise ValueError(f"goal: {self.goal}: must be minimize or maximize")
         if "early_terminate" in yaml:
-            raise ValueError("early_terminate: every trial runs to its end; remove it")
+            raise ValueError("early_terminate: not supported: remove it")
         # in the YAML's order, as --model comes before --model.lr
         self.space = {name: distribution(name, spec) for name, spec in specs.items()}
         fixed = [name for name in specs if "value" in specs[name]]
         fixed = [f"--{name}={self.space.pop(name).choices[0]}" for name in fixed]
         if not self.space:
-            raise ValueError("parameters: at least one needs values, or min and max")
+            raise ValueError("parameters: at least one must have values, or min and max")
         count = count or yaml.get("run_cap")
         if self.method == "grid":  # the last parameter varies fastest
             self.points = [*itertools.product(*(x.choices for x in self.space.values()))]
@@ -80,7 +85,7 @@ class Sweep:
             if count > len(self.points):
                 raise ValueError(f"{count} trials: the grid has {len(self.points)} points")
         elif self.method not in ("random", "bayes") or not count:
-            raise ValueError("method: must be grid, or random or bayes with --count=20")
+            raise ValueError("method: must be grid, or random or bayes with --count")
         self.numbers = range(count)
         command = yaml.get("command", ["fit"])  # of W&B's agent
         words = [str(x) for x in command[command.index("fit") + 1 :] if x != "${args}"]
@@ -96,7 +101,7 @@ class Sweep:
         self.settings = str([self.method, self.space, self.args])
 
     def run_trial(self, number: int, path: Path, log: IO[str]) -> float | None:
-        """Run a trial that has not ended; returns the metric of its best epoch, if any."""
+        """Run a trial unless it has ended; return the metric of its best epoch, if any."""
         trial = json.loads(path.read_text()) if path.exists() else self.draw(number, path)
         if trial["sweep"] != self.settings:
             raise UsageError(f"{path.parent} contains another sweep: use another --sweep_dir")
@@ -127,10 +132,10 @@ class Sweep:
         return trial["value"]
 
     def draw(self, number: int, path: Path) -> dict[str, Any]:
-        """A new trial, at random or, with `bayes`, by the values of the others."""
+        """A new trial: random, or, with `bayes`, based on earlier trials."""
         study = optuna.create_study(direction=self.goal, sampler=TPESampler(seed=number))
-        for each in path.parent.glob("trial_*.json") if self.method == "bayes" else ():
-            trial = json.loads(each.read_text())
+        for file in path.parent.glob("trial_*.json") if self.method == "bayes" else ():
+            trial = json.loads(file.read_text())
             if trial.get("value") is not None:
                 del trial["sweep"]
                 study.add_trial(optuna.create_trial(distributions=self.space, **trial))

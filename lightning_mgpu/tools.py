@@ -1,4 +1,4 @@
-"""What packages need of Python and the system: a user's mistake, files, commands."""
+"""Helpers without torch: user errors, ranges of options, atomic writes, subprocesses."""
 
 import contextlib
 import os
@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import IO, Any, NoReturn
 
 PACKAGE = __package__.partition(".")[0]
-# what runs/ and exchanges/ know of each other: a run goes on from this file, and under this key it
-# has the states of an exchange
+# shared by runs/ and exchanges/: the checkpoint that a run resumes from, and its key for the states
+# of an exchange
 LAST, EXCHANGE = "last.ckpt", "exchange_states"
-PART = ".part."  # how the name of a file that is not finished begins
+PART = ".part."  # prefix of the names of unfinished files
 
-RANGES = {  # the smallest and the largest value of an option, where Lightning and torch take others
+RANGES = {  # smallest and largest value of an option; Lightning and torch accept more
     "seed_everything": (0, 2**32 - 1),
     "data.batch_size": (1, 10**9),
     "model.label_smoothing": (0, 1),
@@ -34,7 +34,7 @@ RANGES = {  # the smallest and the largest value of an option, where Lightning a
     "trainer.strategy.outer_momentum": (0, 1),
     "trainer.strategy.options.fraction": (1e-9, 1),
     "trainer.strategy.options.rank": (1, 10**6),
-    "count": (1, 10**6),  # from here on, options of the other subcommands
+    "count": (1, 10**6),  # options of the other subcommands begin here
     "delay_ms": (0, 60_000),
     "devices": (1, 64),
     "speedup": (1e-3, 10**4),
@@ -60,14 +60,14 @@ RENAMED = {  # names of earlier versions: options of our strategies, a strategy,
 
 
 class UsageError(Exception):
-    """A mistake of the user's. The message says what was given, what is allowed, and the fix."""
+    """A user error. The message contains the given value, what is allowed, and the fix."""
 
 
 @contextlib.contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
-    """The name to write to. The file replaces `path` once it is on disk; after an error it goes."""
-    part = path.with_name(f"{PART}{path.name}")  # beside it, and some writers go by the suffix
-    part.unlink(missing_ok=True)  # a link would be written through
+    """Yield a temporary path; on success fsync and rename it to `path`, on error delete it."""
+    part = path.with_name(f"{PART}{path.name}")  # keeps the suffix for writers that use it
+    part.unlink(missing_ok=True)  # else a symbolic link would be followed
     try:
         yield part
         with part.open("rb") as file:
@@ -80,17 +80,17 @@ def atomic_write(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def errors_as_warnings(filename: str) -> Iterator[None]:
-    """A picture that fails is a warning and never ends a run."""
+    """Turn any error while a picture is drawn into a warning, so that it does not end a run."""
     from lightning.pytorch.utilities.rank_zero import rank_zero_warn  # not for `--help`
 
     try:
         yield
     except Exception as error:
-        rank_zero_warn(f"{filename} is not right: {type(error).__name__}: {error}")
+        rank_zero_warn(f"{filename} could not be written: {type(error).__name__}: {error}")
 
 
 def run_in_group(command: Sequence[str], output: IO[Any]) -> int:
-    """Run a command; returns its status. An exception, such as Ctrl-C, kills its processes, too."""
+    """Run a command and return its status. Its processes are killed at the end, even on Ctrl-C."""
     process = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
     )
@@ -103,49 +103,49 @@ def run_in_group(command: Sequence[str], output: IO[Any]) -> int:
 
 
 def program() -> str:
-    """The package that was started by `python -m`: this one, or a project's that uses it."""
+    """The package started by `python -m`: this one, or a project that depends on it."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     return str((spec and spec.parent.partition(".")[0]) or PACKAGE)
 
 
 def command() -> str:
-    """How the program is started, for help and messages: `python -m my_project`."""
+    """The command that starts the program, for help and messages: `python -m my_project`."""
     return f"python -m {program()}"
 
 
 class CheckingParser(ArgumentParser):
-    """Refuses numbers out of their ranges, and options with nothing behind their `=`."""
+    """An ArgumentParser that rejects numbers out of range and empty values."""
 
     def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message}; see {self.prog} --help")  # one line, without the usage
+        raise UsageError(f"{message}; see {self.prog} --help")  # without the usage lines
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         for arg in args:
             if hint := renamed(arg.partition("=")[0]):
                 raise UsageError(hint)
             if arg[-1:] == "=" and arg[:-1] in self._option_string_actions:
-                raise UsageError(f"{arg} has no value: give one, or leave the option out")
+                raise UsageError(f"{arg} is empty: add a value, or remove the option")
         found, others = super().parse_known_args(args, namespace)
         for name in RANGES.keys() & vars(found).keys():
             values = getattr(found, name)
             for value in values if isinstance(values, list) else [values]:
-                if isinstance(value, (int, float)):  # it may be left out
+                if isinstance(value, (int, float)):  # None: not given
                     check_range(name, value)
         return found, others
 
 
 def make_parser(name: str, description: str) -> ArgumentParser:
-    """A parser for the subcommand `name`; the examples in the description get our own name."""
+    """A parser for the subcommand `name`, with the program's name in the examples."""
     text = description.replace(f"python -m {PACKAGE}", command())
     options: Any = {"formatter_class": RawDescriptionHelpFormatter, "allow_abbrev": False}
     return CheckingParser(f"{command()} {name}", description=text, **options)
 
 
 def check_range(option: str, value: Any) -> None:
-    """Raise a UsageError for a number that is out of the option's range, such as `nan`."""
+    """Raise a UsageError if a number is out of the option's range, or NaN."""
     low, high = RANGES[option]
     if isinstance(value, bool) or not low <= float(value) <= high:
-        raise UsageError(f"--{option}={value}: a number from {low:,} to {high:,}")
+        raise UsageError(f"--{option}={value}: must be a number from {low:,} to {high:,}")
 
 
 def renamed(old: str) -> str:
@@ -154,15 +154,15 @@ def renamed(old: str) -> str:
 
 
 def did_you_mean(word: Any, known: Iterable[str]) -> str:
-    """'did you mean X?' where the last part of a known word is nearly this one's, else nothing."""
+    """'did you mean X?' if the last part of a known word is similar, else an empty string."""
     by_end = {last_part(name).lower(): name for name in known}
     near = get_close_matches(last_part(word).lower(), by_end, n=1, cutoff=0.7)
     return f"did you mean {by_end[near[0]]}?" if near else ""
 
 
 def printable(text: object) -> str:
-    """A text of a file that may be a stranger's, without characters that control a terminal."""
-    return "".join(each if each.isprintable() or each == "\t" else "?" for each in str(text))
+    """Text of untrusted files without control characters, which could control a terminal."""
+    return "".join(char if char.isprintable() or char == "\t" else "?" for char in str(text))
 
 
 def last_part(value: Any) -> str:

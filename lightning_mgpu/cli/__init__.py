@@ -1,5 +1,5 @@
-"""The command line. `main.py` finds the subcommand, `options.py` lays flags over files.
+"""The command line. `main.py` dispatches to a subcommand, `options.py` merges files and flags.
 
-For `fit`, `training_cli.py` parses them, makes model, data and Trainer, trains, tests the best
-epoch and prints the last lines. What stays of a run is written by the callbacks in `runs/`.
+For `fit`, `training_cli.py` parses the options, builds model, data and Trainer, trains, tests the
+best checkpoint and prints a summary. The callbacks in `runs/` write the files of a run.
 """

@@ -1,4 +1,4 @@
-"""Refuses calls and wrong numbers in a parsed configuration, before anything is built."""
+"""Checks a parsed configuration, before anything is built: no calls, no numbers out of range."""
 
 import os
 import pydoc
@@ -15,12 +15,12 @@ from jsonargparse import set_parsing_settings
 from lightning_mgpu.runs.directory import CONFIG, RUN_JSON, flatten
 from lightning_mgpu.tools import RANGES, UsageError, check_range
 
-# else `{class_path: subprocess.Popen, ...}` would start a command where a parameter has no type
+# else `{class_path: subprocess.Popen, ...}` would start a command if a parameter has no type
 set_parsing_settings(instantiate_subclass_spec_in_any=False)
 
 
-def refuse_code_of_runs(args: list[str], name: str, path: Any = None, target: Any = None) -> None:
-    """A finder's `find_spec`: refuses a module in a run directory that no argument names."""
+def reject_code_of_runs(args: list[str], name: str, path: Any = None, target: Any = None) -> None:
+    """A finder's `find_spec`: raises for modules in a run directory that no argument names."""
     spec, values = PathFinder.find_spec(name, path), [arg.rpartition("=")[2] for arg in args]
     is_named = any(f"{x}.".startswith(f"{name}.") and not os.path.exists(x) for x in values)
     if is_named or spec is None or not spec.has_location:  # a namespace package has no file
@@ -34,8 +34,8 @@ def refuse_code_of_runs(args: list[str], name: str, path: Any = None, target: An
             return
 
 
-def refuse_functions(config: Any, name: str = "") -> None:
-    """Refuse a `class_path` that is not a class: jsonargparse would call os.system, too.
+def check_class_paths(config: Any, name: str = "") -> None:
+    """Reject a `class_path` that is not a class: jsonargparse would even call os.system.
 
     Raises:
         UsageError: With the option's dotted name and the path.
@@ -44,10 +44,10 @@ def refuse_functions(config: Any, name: str = "") -> None:
         config = dict(enumerate(config))
     for key, value in config.items() if isinstance(config, dict) else ():
         if key == "class_path" and not is_class(value):
-            fix = "name a class; a function goes by its path alone, as text, without init_args"
-            raise UsageError(f"--{name}={value}: a class_path that is not a class: {fix}")
+            fix = "use a class, or write the path of a function as a string without init_args"
+            raise UsageError(f"--{name}={value}: class_path must be a class: {fix}")
         is_part = key in ("class_path", "init_args")
-        refuse_functions(value, name if is_part else f"{name}.{key}".lstrip("."))
+        check_class_paths(value, name if is_part else f"{name}.{key}".lstrip("."))
 
 
 def is_class(path: Any) -> bool:
@@ -58,11 +58,11 @@ def is_class(path: Any) -> bool:
         return False
 
 
-def refuse_numbers(config: dict[str, Any]) -> None:
-    """Refuse numbers out of their option's range, also where Lightning would take them."""
+def check_ranges(config: dict[str, Any]) -> None:
+    """Raise a UsageError for numbers out of range, even if Lightning would accept them."""
     for name, value in flatten(config).items():
         if name == "trainer.strategy.timeout" and re.match("-|0:00:00", str(value)):
-            raise UsageError(f"--{name}={value}: use a time above 0, such as 0:05:00")
+            raise UsageError(f"--{name}={value}: must be a positive time, such as 0:05:00")
         if name in RANGES:
             with suppress(TypeError, ValueError):  # None, lists, words such as `auto`
                 check_range(name, value)

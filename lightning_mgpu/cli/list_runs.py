@@ -1,12 +1,12 @@
-"""`python -m lightning_mgpu runs`: the runs under a directory in one table, the newest last.
+"""List the runs under a directory in a table, the newest last.
 
     python -m lightning_mgpu runs
     python -m lightning_mgpu runs sweeps/lenet_lr
     python -m lightning_mgpu runs --columns=model.lr,val_acc --sort=val_acc
     python -m lightning_mgpu runs --csv > runs.csv
 
-The table has the options given to `fit` that differ, and the metrics of the best epoch (of the last
-one where a run has not ended): as many as fit the terminal, metrics first. `--csv` has all.
+Columns are the metrics of the best epoch (of the last epoch, if a run has not ended) and the `fit`
+options that differ between runs, as many as fit the terminal. `--csv` prints all columns.
 """
 
 import re
@@ -25,18 +25,18 @@ from lightning_mgpu.tools import UsageError, make_parser, printable
 def runs_command(args: list[str]) -> None:
     parser = make_parser("runs", __doc__)
     add = parser.add_argument
-    add("directory", type=Path, nargs="?", default="runs", help="default: runs")
-    add("--columns", metavar="A,B", help="names of columns, in their order")
-    add("--sort", metavar="A", help="the run with the largest A comes last (default: the newest)")
-    add("--csv", action="store_true", help="every column and digit")
+    add("directory", type=Path, nargs="?", default="runs", help="where to look (default: runs)")
+    add("--columns", metavar="A,B", help="columns to print, in this order")
+    add("--sort", metavar="A", help="column to sort by, the largest value last (default: time)")
+    add("--csv", action="store_true", help="print all columns and digits as CSV")
     options = parser.parse_args(args)
     if not (runs := find_runs(options.directory)):
-        raise UsageError(f"{options.directory}: no run is in it, a directory with a {RUN_JSON}")
+        raise UsageError(f"{options.directory}: contains no run (a directory with a {RUN_JSON})")
     rows = [{"run": path.relative_to(options.directory), **runs[path]} for path in runs]
     chosen = (options.columns or "").replace(".init_args", "")  # as a YAML file names them
     names = chosen.split(",") if chosen else default_columns(runs)
     if unknown := {*names, options.sort or "run"} - {name for row in rows for name in row}:
-        raise UsageError(f"no run has a column {unknown.pop()}: see `runs --csv`")
+        raise UsageError(f"no run has a column {unknown.pop()}: `runs --csv` lists all columns")
     rows.sort(key=lambda row: number(row.get(options.sort)))
     columns = {name: [row.get(name) for row in rows] for name in ("run", *names)}
     if options.csv:
@@ -44,7 +44,7 @@ def runs_command(args: list[str]) -> None:
         clean = [[cell and printable(cell) for cell in row] for row in table]
         writer(sys.stdout, lineterminator="\n").writerows(clean)
         return
-    free = get_terminal_size((1000, 0)).columns + 2  # in a file there are all
+    free = get_terminal_size((1000, 0)).columns + 2  # all columns if written to a file
     lines = [""] * (len(rows) + 1)
     for name, cells in columns.items():
         texts = [*map(printable, (name, *map(shorten, cells)))]
@@ -56,7 +56,7 @@ def runs_command(args: list[str]) -> None:
 
 
 def find_runs(directory: Path) -> dict[Path, dict[str, Any]]:
-    """Options and results by run directory, the oldest first."""
+    """Options and results by run directory, oldest first."""
     runs = {}
     contents = {path.parent: read_run_json(path.parent) for path in directory.rglob(RUN_JSON)}
     for path, content in sorted(contents.items(), key=lambda item: item[1].get("begin", "")):
@@ -68,7 +68,7 @@ def find_runs(directory: Path) -> dict[Path, dict[str, Any]]:
 
 
 def default_columns(runs: dict[Path, dict[str, Any]]) -> list[str]:
-    """Metrics, and options that differ: of `fit`, as others have more options in common."""
+    """Metrics, and options that differ between `fit` runs: other subcommands have fewer options."""
     contents = {path: read_run_json(path) for path in runs}
     fits = [path for path in runs if " fit" in contents[path].get("command", " fit")] or [*runs]
     options = dict.fromkeys(name for path in fits for name in contents[path].get("options", {}))
@@ -79,7 +79,7 @@ def default_columns(runs: dict[Path, dict[str, Any]]) -> list[str]:
 
 
 def number(cell: Any) -> float:
-    """The number by which a cell is sorted: texts and NaN come first."""
+    """The sort key of a cell: strings and NaN come first."""
     is_number = re.fullmatch(r"[-+]?\d*\.?\d+(e[-+]?\d+)?", str(cell))
     return float(cell) if is_number else -inf
 

@@ -1,4 +1,4 @@
-"""From the command line to a subcommand, without messages of other packages that say nothing."""
+"""Dispatches the command line to a subcommand, and filters messages that need no action."""
 
 import logging
 import os
@@ -11,7 +11,7 @@ from typing import Any
 from lightning_mgpu.cli.help import TOOLS, TRAINER_SUBCOMMANDS, short_help, subcommands
 from lightning_mgpu.tools import PACKAGE, UsageError, command, program, renamed
 
-# Deprecations in torch and Lightning, advice that does not fit data in memory: nothing to act on.
+# Deprecations in torch and Lightning, and advice that does not apply to data in memory.
 WARNINGS = (
     r"`isinstance\(treespec, LeafSpec\)` is deprecated",  # Lightning 2.6 on torch 2.15
     r"The '\w+_dataloader' does not have many workers",  # they are slower for batches from memory
@@ -22,8 +22,8 @@ WARNINGS = (
     r"Be aware that when using `ckpt_path`, callbacks used to create the checkpoint",
     r"\s*Unable to serialize instance",  # of a default, in config.yaml
 )
-# How the lines begin that say what the run header says better, or praise other products; our line
-# after Ctrl-C says how to go on, and docs/measurements.md what uses Tensor Cores.
+# Beginnings of lines that repeat the run header or advertise other products. After Ctrl-C our own
+# line shows how to resume; docs/measurements.md covers Tensor Cores.
 INFO = re.compile(
     r"(\[rank: \d+\] |\s)*("
     r"GPU available|TPU available|💡 Tip|Seed set to|Using (bfloat16|16bit)|-----|LOCAL_RANK: |"
@@ -36,7 +36,7 @@ INFO = re.compile(
 
 
 def main(cli: Any = None) -> None:
-    """Run the command line in `sys.argv`, if given by a subclass `cli` of `TrainingCLI`."""
+    """Run the command line in `sys.argv`, optionally with a subclass `cli` of `TrainingCLI`."""
     args = sys.argv[1:]
     if text := short_help(args):
         print(text, end="")
@@ -52,12 +52,12 @@ def main(cli: Any = None) -> None:
         rank_zero_only.rank = int(os.environ.get("NODE_RANK", 0))  # type: ignore[attr-defined]
     with one_line_errors(TRACEBACK_FLAG in args):
         hide_messages()
-        sys.path.insert(0, os.getcwd())  # one's own models are found here, as by `python -m`
+        sys.path.insert(0, os.getcwd())  # finds your models, like `python -m`
         stop_on_signals()
         if cli is not None and not (isinstance(cli, type) and issubclass(cli, TrainingCLI)):
-            raise UsageError(f"main(cli={cli!r}): not a subclass of TrainingCLI")
+            raise UsageError(f"main(cli={cli!r}): must be a subclass of TrainingCLI")
         if "\0" in (text := " ".join(args)):
-            raise UsageError(f"{text!r}: an argument has a NUL")
+            raise UsageError(f"{text!r}: an argument contains a NUL character")
         subcommand, *others = [arg for arg in args if arg != TRACEBACK_FLAG]
         if subcommand not in subcommands():
             hint = renamed(subcommand) or f"use {', '.join(subcommands())}"
@@ -72,7 +72,7 @@ def main(cli: Any = None) -> None:
 
 
 def hide_messages() -> None:
-    """Filter the messages above, and no others."""
+    """Filter only the messages above."""
     logging.raiseExceptions = False  # on a full disk, each of W&B's lines would be a traceback
     for message in WARNINGS:
         warnings.filterwarnings("ignore", message=message)

@@ -1,8 +1,8 @@
-"""Reads a command line before jsonargparse parses it: files, runs, and the values below.
+"""Prepares a command line for jsonargparse: reads files, finds runs, and merges defaults.
 
-Later ones win: `configs/default.yaml`, the configuration of the run that a checkpoint belongs to
-(`--ckpt_path`, `--weights`), files and flags in their order. With `--resume` the configuration of
-the run stands in place of the first two.
+In increasing priority: `configs/default.yaml`, the configuration of the checkpoint's run
+(`--ckpt_path`, `--weights`), files and flags in order. `--resume` replaces the first two by the
+configuration of the resumed run.
 """
 
 import json
@@ -25,7 +25,7 @@ from lightning_mgpu.tools import RENAMED, UsageError, last_part, renamed
 
 STRATEGY = "--trainer.strategy"
 HELP = f"{STRATEGY}.help"
-# not in `config.yaml`, which another command may be given
+# not in `config.yaml`, which may be passed to another command
 PATHS = ("run_dir", "weights", "ckpt_path")
 
 
@@ -33,48 +33,48 @@ PATHS = ("run_dir", "weights", "ckpt_path")
 class Options:
     """The options of a subcommand."""
 
-    args: list[str]  # as jsonargparse takes them, each option and its value in one string
-    cli_overrides: dict[str, Any]  # by flags and in files, by name: `{"trainer.devices": "2"}`
-    base: dict[str, Any]  # the configuration that they change, nested
+    args: list[str]  # for jsonargparse, one string per option with its value
+    cli_overrides: dict[str, Any]  # flags and files, by name: `{"trainer.devices": "2"}`
+    base: dict[str, Any]  # nested configuration that they override
     run_dir: Path | None  # of the run to resume
 
 
 def read_options(subcommand: str, args: Sequence[str]) -> Options:
-    """Find the files, the run, the checkpoint that are named, and what lies below the options."""
+    """Read the files, the run and the checkpoint named in `args`, and find their base."""
     joined = one_string_per_option(args)
     if "--resume" in joined:
-        raise UsageError("--resume: with which run? --resume=last, or --resume=runs/NAME")
+        raise UsageError("--resume: no run given: use --resume=last or --resume=runs/NAME")
     resumed = [arg.partition("=")[2] for arg in joined if arg.startswith("--resume=")]
     joined = [arg for arg in joined if not arg.startswith("--resume=")]
     overrides = options_by_name(joined)
     if empty := [name for name in PATHS if overrides.get(name) == ""]:
-        raise UsageError(f"--{empty[0]}= names nothing: give a path, or leave the option out")
+        raise UsageError(f"--{empty[0]}= is empty: use a path, or remove the option")
     ckpt_path, run_dir = overrides.get("ckpt_path"), None
     if subcommand == "fit" and ckpt_path:
-        raise UsageError("--ckpt_path: `fit` goes on by --resume=RUN, or starts by --weights=FILE")
+        raise UsageError("--ckpt_path: not an option of `fit`: use --resume=RUN or --weights=FILE")
     if ckpt_path and overrides.get("weights"):
-        raise UsageError("--weights: --ckpt_path has the weights, too: leave one out")
+        raise UsageError("--weights: --ckpt_path contains the weights already: use only one")
     if resumed and subcommand != "fit":
-        raise UsageError("--resume: only `fit` can go on with a run")
+        raise UsageError("--resume: only `fit` can resume a run")
     if resumed:
         run_dir = newest_run() if resumed[-1] == "last" else Path(resumed[-1])
         if not (run_dir / CONFIG).is_file():
-            raise UsageError(f"--resume={run_dir}: not a run directory, which has a {CONFIG}")
+            raise UsageError(f"--resume={run_dir}: not a run directory: it contains no {CONFIG}")
         base = yaml_files.read_run_config(run_dir / CONFIG)
         base.setdefault("weights", read_run_json(run_dir).get("weights"))
     else:
         path = ckpt_path or overrides.get("weights")
         base = read_default_config() | (config_of(path, overrides) if path else {})
-        for key in ("model", "data"):  # a class that is named starts from its own defaults
+        for key in ("model", "data"):  # a class given by name starts from its own defaults
             named = overrides.get(key)
             if named and last_part(named) != last_part(base.get(key, {}).get("class_path")):
                 base[key] = {"class_path": named}
-    refuse_old_names(flatten(base) | overrides)
+    check_old_names(flatten(base) | overrides)
     return Options(expand_names(joined, overrides, base), overrides, base, run_dir)
 
 
-def refuse_old_names(options: dict[str, Any]) -> None:
-    """Raise a UsageError for options of our strategies, and of a resumed run, by earlier names."""
+def check_old_names(options: dict[str, Any]) -> None:
+    """Raise a UsageError for old names of our strategies and of their options."""
     strategy = str(options.get("trainer.strategy"))
     if hint := renamed(strategy):
         raise UsageError(f"{STRATEGY}={strategy}: {hint}")
@@ -84,7 +84,7 @@ def refuse_old_names(options: dict[str, Any]) -> None:
 
 
 def newest_run() -> Path:
-    """The newest run in `runs/` that `fit` can resume; prints which, and the newer ones skipped."""
+    """The newest run in `runs/` that `fit` can resume. Prints it, and the newer runs skipped."""
     for path in newest_fits():
         try:
             find_last(path, yaml_files.read_run_config(path / CONFIG), None)
@@ -97,7 +97,7 @@ def newest_run() -> Path:
 
 
 def one_string_per_option(args: Sequence[str]) -> list[str]:
-    """`["--a", "1", "-c", "x.yaml"]` -> `["--a=1", "--config={...}"]`: what is in the file."""
+    """`["--a", "1", "-c", "x.yaml"]` -> `["--a=1", "--config={...}"]`, the file's content."""
     joined: list[str] = []
     for arg in args:
         is_value = arg != "-c" and not arg.startswith(("--", "-c="))
@@ -110,7 +110,7 @@ def one_string_per_option(args: Sequence[str]) -> list[str]:
 
 
 def options_by_name(args: Sequence[str]) -> dict[str, Any]:
-    """Options given as flags and in files, by their name on the command line."""
+    """Options given as flags and in files, by command-line name."""
     overrides: dict[str, Any] = {}
     for arg in args:
         name, _, text = arg.removeprefix("--").partition("=")
@@ -118,26 +118,26 @@ def options_by_name(args: Sequence[str]) -> dict[str, Any]:
         if name == "config":
             overrides |= flatten(read_config(text))
         elif arg.startswith("--"):
-            with suppress(UsageError):  # other texts begin with a brace, too: {epoch}-{val_loss}
+            with suppress(UsageError):  # not every brace begins a mapping: {epoch}-{val_loss}
                 value = read_config(text) if text.startswith("{") else text
             overrides |= flatten({name.rstrip("+"): value})
     return overrides
 
 
 def config_of(ckpt_path: str, overrides: dict[str, Any]) -> dict[str, Any]:
-    """Model, data and seed of the run that a checkpoint belongs to."""
+    """Model, data and seed of the run that wrote a checkpoint."""
     checkpoint = read_checkpoint(ckpt_path, bare=bool(overrides.get("weights")))
     if overrides.get("ckpt_path") and "pytorch-lightning_version" not in checkpoint:
-        raise UsageError(f"--ckpt_path={ckpt_path}: a Trainer has not written it")
+        raise UsageError(f"--ckpt_path={ckpt_path}: not written by a Trainer: use --weights")
     path = config_beside(ckpt_path)
     if path is None and "model" not in overrides:
-        raise UsageError(f"{ckpt_path} is in no run directory: give --config=FILE, or --model")
+        raise UsageError(f"{ckpt_path} is not in a run directory: add --config=FILE or --model")
     config = yaml_files.read_run_config(path) if path else {}
     return {key: config[key] for key in ("seed_everything", "model", "data") if key in config}
 
 
 def expand_names(args: list[str], overrides: dict[str, Any], base: dict[str, Any]) -> list[str]:
-    """The arguments with classes for names where jsonargparse needs one: for help and options."""
+    """Replace names by classes, as jsonargparse needs them for help and for options."""
     trainer = base.get("trainer") or {}
     name = overrides.get("trainer.strategy") or trainer.get("strategy") or "auto"
     helps = {"--help.all": "--help"} | ({} if name == "auto" else {HELP: f"{HELP}={name}"})
@@ -150,6 +150,6 @@ def expand_names(args: list[str], overrides: dict[str, Any], base: dict[str, Any
     if is_class or not (options if name == "auto" or name in StrategyRegistry else flags):
         return args
     if name == "auto":
-        raise UsageError(f"{options[0]}: of which strategy? Add {STRATEGY}=manual_allreduce, or so")
+        raise UsageError(f"{options[0]}: no strategy given: add {STRATEGY}=manual_allreduce")
     others = [arg for arg in args if arg not in flags and arg not in options]
     return [*others, f"{STRATEGY}={json.dumps(strategy_config(name))}", *options]

@@ -1,4 +1,4 @@
-"""A strategy by the name, or the dotted path, that a command line gives."""
+"""Finds strategies by name or dotted path."""
 
 import pydoc
 from collections.abc import Callable
@@ -8,14 +8,14 @@ from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
 from lightning_mgpu.tools import UsageError, did_you_mean, last_part
 
-OUR_FUNCTIONS = {  # by the argument of a strategy
+OUR_FUNCTIONS = {  # paths of short names, by argument of a strategy
     "allreduce": "lightning_mgpu.allreduce.{}_allreduce",
     "exchange": "lightning_mgpu.exchanges.{}",
 }
 
 
 def find_strategy(name: str) -> tuple[Callable[..., Strategy], dict[str, Any]]:
-    """What makes a strategy of this name or path, and its arguments: `(DDPStrategy, {})`."""
+    """The class or function that creates a strategy, and its arguments: `(DDPStrategy, {})`."""
     if name in StrategyRegistry:
         entry = StrategyRegistry[name]
         return entry["strategy"], dict(entry["init_params"])
@@ -24,13 +24,13 @@ def find_strategy(name: str) -> tuple[Callable[..., Strategy], dict[str, Any]]:
         hint = did_you_mean(name, StrategyRegistry.available_strategies())
         raise UsageError(
             f"--trainer.strategy={name}: no such strategy. {hint}\n"
-            "Take auto, ddp, dp, manual_allreduce, or the path of a class: my_package.MyStrategy"
+            "Use auto, ddp, dp, manual_allreduce, or the path of a class: my_package.MyStrategy"
         )
     return found, {}
 
 
 def full_path(option: str) -> str:
-    """`--trainer.strategy.allreduce=ring`: the option with the path of what has this short name."""
+    """The option with the full path for a short name: `--trainer.strategy.allreduce=ring`."""
     flag, _, name = option.partition("=")
     if flag == "--trainer.strategy.help" and name in StrategyRegistry:
         config = strategy_config(name)
@@ -43,7 +43,7 @@ def full_path(option: str) -> str:
 
 
 def make_strategy(name: str, **options: Any) -> Strategy | str:
-    """A new strategy for a Trainer. `auto` stays a name: the Trainer chooses."""
+    """A new strategy for a Trainer. `auto` is returned as it is: the Trainer chooses."""
     if name == "auto":
         return name
     function, arguments = find_strategy(name)
@@ -51,7 +51,7 @@ def make_strategy(name: str, **options: Any) -> Strategy | str:
 
 
 def strategy_config(name: str) -> dict[str, Any]:
-    """The class of a strategy and its arguments, as a YAML file names them."""
+    """The class of a strategy and its arguments, as in a YAML file."""
     function, arguments = find_strategy(name)
     init_args = {key: _path(v) if callable(v) else v for key, v in arguments.items()}
     return {"class_path": _path(function), "init_args": init_args}

@@ -1,4 +1,4 @@
-"""`fit`, `validate`, `test` and `predict`: Lightning's LightningCLI, and what runs with it."""
+"""`fit`, `validate`, `test` and `predict`: a LightningCLI that records runs."""
 
 import os
 import re
@@ -23,7 +23,7 @@ from torch.distributed import DistError, destroy_process_group, is_initialized
 import lightning_mgpu.data
 import lightning_mgpu.models  # noqa: F401 - --model=ResNet18 is found among imported classes
 from lightning_mgpu.callbacks import PredictionWriter, RunOutput, TestPictures
-from lightning_mgpu.cli.check_config import refuse_code_of_runs, refuse_functions, refuse_numbers
+from lightning_mgpu.cli.check_config import check_class_paths, check_ranges, reject_code_of_runs
 from lightning_mgpu.cli.errors import constructor_errors, explain
 from lightning_mgpu.cli.help import OPTIONS
 from lightning_mgpu.cli.options import PATHS, Options, read_options
@@ -34,7 +34,7 @@ from lightning_mgpu.runs import checkpoints
 from lightning_mgpu.runs.directory import MODEL, RUN_DIR_ENV, flatten, name_run_dir
 from lightning_mgpu.runs.metrics import NoLogger, summarize
 from lightning_mgpu.runs.record import RunRecord, fingerprint
-from lightning_mgpu.runs.resume import find_last, refuse_changes
+from lightning_mgpu.runs.resume import check_unchanged, find_last
 from lightning_mgpu.runs.wandb_run import WandbOptions
 from lightning_mgpu.seeds import seed_generators
 from lightning_mgpu.tools import UsageError, command, last_part
@@ -44,7 +44,7 @@ def run_trainer(
     subcommand: str, args: list[str], cli_class: "type[TrainingCLI] | None" = None
 ) -> None:
     """Run a method of the Trainer with the options of a command line."""
-    finder: Any = SimpleNamespace(find_spec=partial(refuse_code_of_runs, args))
+    finder: Any = SimpleNamespace(find_spec=partial(reject_code_of_runs, args))
     sys.meta_path.insert(0, finder)
     options = read_options(subcommand, args)
     cli = (cli_class or TrainingCLI)(subcommand, options)  # parses
@@ -55,7 +55,7 @@ def run_trainer(
     try:
         cli.run()
     except BaseException as error:
-        if launcher := cli.trainer.strategy.launcher:  # its processes would only say that we ended
+        if launcher := cli.trainer.strategy.launcher:  # its processes would only report our exit
             launcher.kill(signal.SIGKILL)
         ending = cli.describe_end(error)
         if ending is error:
@@ -64,12 +64,12 @@ def run_trainer(
     finally:
         cli.record.close(cli.trainer, ending)
     if is_initialized():
-        # else Gloo's threads at times end a finished process (pytorch/pytorch#179291)
+        # else Gloo's threads may crash a finished process (pytorch/pytorch#179291)
         destroy_process_group()
 
 
 class TrainingCLI(LightningCLI):
-    """Made, it has parsed the options. `build` makes the objects, `run` runs them."""
+    """A LightningCLI in three steps: the constructor parses, `build` instantiates, `run` runs."""
 
     def __init__(self, subcommand: str, options: Options) -> None:
         self.method, self.options = subcommand, options
@@ -96,25 +96,25 @@ class TrainingCLI(LightningCLI):
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         for name, value in self.options.cli_overrides.items():
             if str(value).startswith("pytorch_lightning."):
-                raise UsageError(f"--{name}={value}: write lightning.pytorch instead")
+                raise UsageError(f"--{name}={value}: use lightning.pytorch instead")
         self.config = self.parse(self.options.args)
         num = self.config.trainer.devices
         if isinstance(num, str) and not re.fullmatch(r"auto|-?\d[\d, ]*", num):
-            raise UsageError(f"--trainer.devices={num}: a number, GPUs such as '[0, 1]', or auto")
+            raise UsageError(f"--trainer.devices={num}: use a number, auto, or GPUs like '[0, 1]'")
         self.config_dump = self.dump(self.config)  # for the model's hyperparameters
-        refuse_functions(self.config_dump)
-        refuse_numbers(self.config_dump)
+        check_class_paths(self.config_dump)
+        check_ranges(self.config_dump)
         written = {key: value for key, value in self.config_dump.items() if key not in PATHS}
         self.config_text = dump_config(written)
         if run_dir := self.options.run_dir:
-            refuse_changes(run_dir, self.dump(self.parse([])), self.config_dump)
+            check_unchanged(run_dir, self.dump(self.parse([])), self.config_dump)
 
     def dump(self, config: Namespace) -> dict[str, Any]:
         return dict(yaml.safe_load(self.parser.dump(config, skip_unset=False, format="yaml")))
 
     def parse(self, args: list[str]) -> Namespace:
         """Parse options over the base configuration."""
-        # a first --config, as an object would be checked before the options complete it
+        # as a first --config: an object would be validated before the options complete it
         base = dump_config(self.options.base, in_one_line=True)
         try:
             return self.parser.parse_args([f"--config={base}", *args])
@@ -124,7 +124,7 @@ class TrainingCLI(LightningCLI):
             raise UsageError(explain(str(error), self.options.cli_overrides, known)) from error
 
     def options_of_classes(self, base: str, args: list[str]) -> list[str]:
-        """The options of the classes given, found without the others, of which one is wrong."""
+        """Options of the given classes, parsed without the other options: one of them is wrong."""
         is_class = re.compile("--(model|data|trainer.strategy|model.optimizer|model.lr_scheduler)=")
         try:
             config = self.parser.parse_args([f"--config={base}", *filter(is_class.match, args)])
@@ -133,10 +133,10 @@ class TrainingCLI(LightningCLI):
         return [f"--{name}" for name in flatten(self.dump(config))]
 
     def instantiate_classes(self) -> None:
-        """Nothing: LightningCLI calls it when the options are parsed; `build` comes later."""
+        """Do nothing: LightningCLI calls this after parsing, before `build`."""
 
     def build(self, command_line: str) -> None:
-        """Make the model, the data, the callbacks and the Trainer."""
+        """Create the model, the data, the callbacks and the Trainer."""
         self.choose_run_dir()
         with constructor_errors():
             objects = self.parser.instantiate(self.config)
@@ -145,10 +145,10 @@ class TrainingCLI(LightningCLI):
         is_new = not self.options.run_dir and not self.weights and not self.ckpt_path
         has_loader = is_overridden("train_dataloader", self.model)
         if is_new and has_loader and "data" not in self.options.cli_overrides:
-            reason = "its loaders would give way to those of --data"
-            raise UsageError(f"--model has a train_dataloader: {reason}: name a data module")
+            reason = "which --data would override; pass --data explicitly"
+            raise UsageError(f"The model defines train_dataloader, {reason}")
         if not self.output.test and getattr(self.datamodule, "validates_on_test_set", False):
-            raise UsageError("--output.test=false: but the data validate on the test set")
+            raise UsageError("--output.test=false: the data module validates on the test set")
         self.output.notes, seed = self.notes, self.config.seed_everything
         saves = objects.trainer.enable_checkpointing is not False
         self.last = checkpoints.LastCheckpoint(seed, saves, self.weights)
@@ -166,10 +166,10 @@ class TrainingCLI(LightningCLI):
         is_slurm = isinstance(environment, SLURMEnvironment)
         started = os.environ.get("SLURM_NTASKS" if is_slurm else "WORLD_SIZE", "1")
         if int(started) > 1 and self.trainer.world_size == 1:
-            raise UsageError(f"{started} processes would train alone: take --trainer.strategy=ddp")
+            raise UsageError(f"{started} processes train separately: use --trainer.strategy=ddp")
 
     def choose_run_dir(self) -> None:
-        """The directory of a new run, or that of the run to resume, and its last checkpoint."""
+        """Choose a new run directory, or find the run to resume and its last checkpoint."""
         overrides, trainer = self.options.cli_overrides, self.config.trainer
         self.ckpt_path: str | None = self.config.get("ckpt_path")
         self.num_steps: int | None = None
@@ -183,20 +183,20 @@ class TrainingCLI(LightningCLI):
         self.weights = None if self.ckpt_path else self.config.weights
         run = "" if trainer.fast_dev_run else str(self.run_dir)
         self.notes = {"run": run, "ckpt": self.ckpt_path or "", "weights": self.weights or ""}
-        self.run_dir = self.run_dir.absolute()  # as a model's `setup` may change the directory
+        self.run_dir = self.run_dir.absolute()  # a model's `setup` may change the working directory
         self.ckpt_path = self.ckpt_path and os.path.abspath(self.ckpt_path)
         os.environ[RUN_DIR_ENV] = str(self.run_dir)  # for the processes of `ddp`
 
     def make_trainer(self, options: Namespace) -> Trainer:
-        """A Trainer with the user's callbacks and loggers and those of a run."""
+        """A Trainer with the user's callbacks and loggers, and with ours."""
         users, is_dev_run = as_list(options.callbacks), bool(options.fast_dev_run)
-        loggers = [each for each in as_list(options.logger) if isinstance(each, Logger)]
-        for each in users if self.ckpt_path and self.method == "fit" else ():
-            if isinstance(each, callbacks.LearningRateFinder | callbacks.BatchSizeFinder):
-                why = f"a {type(each).__name__} would search again, with trained weights"
-                fix = f"take what it found as a flag of a new run, and --weights={self.ckpt_path}"
-                raise UsageError(f"--resume: {why}: {fix}")
-        bars = [sys.stdout.isatty(), *(isinstance(each, callbacks.ProgressBar) for each in users)]
+        loggers = [logger for logger in as_list(options.logger) if isinstance(logger, Logger)]
+        for callback in users if self.ckpt_path and self.method == "fit" else ():
+            if isinstance(callback, callbacks.LearningRateFinder | callbacks.BatchSizeFinder):
+                reason = f"a {type(callback).__name__} would search again, with trained weights"
+                fix = f"pass its result to a new run, with --weights={self.ckpt_path}"
+                raise UsageError(f"--resume: {reason}: {fix}")
+        bars = [sys.stdout.isatty(), *(isinstance(x, callbacks.ProgressBar) for x in users)]
         ours = {
             callbacks.LearningRateMonitor(): options.logger is not False and self.method == "fit",
             TestPictures(): self.output.pictures,
@@ -206,7 +206,7 @@ class TrainingCLI(LightningCLI):
         }
         first = [self.last] if is_dev_run else [self.last, self.record]
         changes = {
-            "callbacks": [*first, *users, *(each for each in ours if ours[each])],
+            "callbacks": [*first, *users, *(x for x in ours if ours[x])],
             "default_root_dir": str(self.run_dir),
             "enable_checkpointing": True,  # as RunOutput is a Checkpoint
             "enable_progress_bar": options.enable_progress_bar is not False and any(bars),
@@ -220,7 +220,7 @@ class TrainingCLI(LightningCLI):
         return trainer
 
     def run(self) -> None:
-        """Evaluate; or train, test the best checkpoint and report."""
+        """Evaluate, or train and report."""
         common = {"datamodule": self.datamodule, "ckpt_path": self.ckpt_path, "weights_only": True}
         if self.method == "fit":
             self.trainer.fit(self.model, **common)
@@ -233,7 +233,7 @@ class TrainingCLI(LightningCLI):
         getattr(self.trainer, self.method)(self.model, **{**options, **common})
 
     def report(self) -> None:
-        """Test the best checkpoint, or the last weights; print the last lines, the book's last."""
+        """Test the best checkpoint, or the last weights, and print the summary as in the book."""
         printed, why = fingerprint(self.model.parameters()), self.last.why_stopped or None
         self.record.results |= {"fingerprint": printed, "why": why, "best": self.best.best}
         if why:
@@ -243,13 +243,13 @@ class TrainingCLI(LightningCLI):
         metrics = self.test_best()
         shown = {"test_acc": metrics["test_acc"]} if "test_acc" in metrics else metrics
         texts = [f"{name.replace('_', ' ')}: {value:.2f}" for name, value in shown.items()]
-        seconds = summarize(self.run_dir).get("seconds_per_epoch")  # as in the table of runs
+        seconds = summarize(self.run_dir).get("seconds_per_epoch")  # as in `runs`
         time = f"{seconds:.1f} sec/epoch" if seconds else "no epoch logged"
         print_once(f"fingerprint: {printed}")
         print_once(", ".join([*texts, f"{time} on {devices(self.trainer)}"]))
 
     def test_best(self) -> dict[str, float]:
-        """The metrics of the test; none where there is no test."""
+        """The test metrics; empty if there is no test."""
         trainer, data, best = self.trainer, self.datamodule, self.record.results["best"]
         has_test = is_overridden("test_step", self.model) and is_overridden("test_dataloader", data)
         if not (has_test and self.output.test and trainer.limit_test_batches):
@@ -270,22 +270,22 @@ class TrainingCLI(LightningCLI):
         if self.trainer.fast_dev_run or not self.last.saves:  # type: ignore[attr-defined]
             return "no checkpoint is saved (fast_dev_run, enable_checkpointing)"
         if self.best.save_top_k == 0:
-            return "no best one is kept: save_top_k=0, or the test set would choose"
+            return "no best checkpoint is kept: save_top_k=0, or validation on the test set"
         if path := self.best.best_model_path:
-            return f"{path}, the best one, is gone or of another directory"
+            return f"the best checkpoint {path} was deleted or is in a different directory"
         return self.best.describe_unlogged(self.trainer)
 
     def describe_end(self, error: BaseException) -> BaseException:
-        """The error with which the program ends: it says what to do now."""
-        way_on = "start again"  # before its first batch, a run leaves no directory
+        """The final error, with the command that resumes the run."""
+        way_on = "start again"  # a run without a batch leaves no directory
         if self.method == "fit" and (self.run_dir / MODEL).is_file() and self.last.saves:
-            way_on = f"go on with: {command()} fit --resume={shlex.quote(self.notes['run'])}"
+            way_on = f"resume with: {command()} fit --resume={shlex.quote(self.notes['run'])}"
         if isinstance(error, (KeyboardInterrupt, SystemExit)):
             print_once(f"stopped; {way_on}")
             # Lightning exits with 1 in its handler of Ctrl-C
             is_ctrl_c = KeyboardInterrupt in (type(error), type(error.__context__))
             return SystemExit(130 if is_ctrl_c else getattr(error, "code", None) or 1)
-        if isinstance(error, DistError) and not is_initialized():  # there is no process group yet
+        if isinstance(error, DistError) and not is_initialized():  # no process group yet
             strategy: Any = self.trainer.strategy
             who = "process 0" if strategy.global_rank else "another process"
             seconds = strategy._timeout.total_seconds()
@@ -294,7 +294,7 @@ class TrainingCLI(LightningCLI):
             return PeerFailure(f"{str(error).partition('. This is ')[0]}; {way_on}")
         if isinstance(error, OSError):
             reason = "\n".join([str(error).strip(), *getattr(error, "__notes__", ())])
-            return UsageError(f"{reason}; once that is mended, {way_on}")
+            return UsageError(f"{reason}; after fixing this, {way_on}")
         return error
 
 
@@ -302,5 +302,5 @@ print_once = rank_zero_only(partial(print, flush=True))
 
 
 def as_list(value: Any) -> list[Any]:
-    """A list of one callback or logger, of several, of none."""
+    """A list of callbacks or loggers, of which Lightning also accepts one or None."""
     return value if isinstance(value, list) else [] if value is None else [value]

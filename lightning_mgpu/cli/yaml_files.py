@@ -1,4 +1,4 @@
-"""`--config`: where a YAML file is found, how it is read, and how `config.yaml` is written."""
+"""Finds and reads the YAML files of `--config`, and writes `config.yaml`."""
 
 from importlib.resources import files
 from pathlib import Path
@@ -15,23 +15,23 @@ plain_load = get_loader("yaml")
 
 
 def config_dirs() -> list[Path]:
-    """The `configs/` of the project, then of this package: in a wheel inside it, else beside it."""
+    """`configs/` of the project, then of this package: inside it in a wheel, else next to it."""
     packages = [Path(str(files(name))) for name in dict.fromkeys((program(), PACKAGE))]
     return [(p if (p / "configs").is_dir() else p.parent) / "configs" for p in packages]
 
 
 def find_config(name: str) -> Path:
-    """The path of a YAML file, here or in `config_dirs()`."""
-    for path in (Path(name), *(each / name for each in config_dirs())):
+    """The path of a YAML file in the working directory or in `config_dirs()`."""
+    for path in (Path(name), *(directory / name for directory in config_dirs())):
         if path.is_file():
             return path
-    raise UsageError(f"--config={name}: no such file, here or in {config_dirs()[0]}")
+    raise UsageError(f"--config={name}: no such file in . or {config_dirs()[0]}")
 
 
 def read_default_config() -> dict[str, Any]:
-    """`configs/default.yaml`: the keys of a project's sections replace those in this package's."""
+    """`configs/default.yaml`: sections of a project's file are merged over this package's."""
     config: dict[str, Any] = {}
-    for path in [each / "default.yaml" for each in config_dirs()][::-1]:
+    for path in [directory / "default.yaml" for directory in config_dirs()][::-1]:
         for key, value in read_config(str(path)).items() if path.is_file() else ():
             is_section = isinstance(value, dict) and "class_path" not in value
             config[key] = {**(config.get(key) or {}), **value} if is_section else value
@@ -39,55 +39,55 @@ def read_default_config() -> dict[str, Any]:
 
 
 def read_config(name: str) -> dict[str, Any]:
-    """The options in a file, or in a mapping on the command line; null is as left out."""
+    """The options in a file, or in a mapping on the command line, without null values."""
     try:
         text = name if name.startswith("{") else find_config(name).read_text(encoding="utf-8")
         content = load_yaml(text)
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise UsageError(f"{name} cannot be read as YAML: {error}") from error
     if not isinstance(content, dict):
-        raise UsageError(f"{name}: it needs options by name, such as 'trainer: {{devices: 2}}'")
+        raise UsageError(f"{name}: must be a mapping of options, such as 'trainer: {{devices: 2}}'")
     return {key: value for key, value in content.items() if value is not None}
 
 
 def read_run_config(path: Path) -> dict[str, Any]:
-    """The `config.yaml` of a run, which has a class for model and data."""
+    """The `config.yaml` of a run, which must contain classes of model and data."""
     config = read_config(str(path))
     for key in ("model", "data"):
         if not isinstance(config.get(key), dict) or "class_path" not in config[key]:
-            raise UsageError(f"{path} has no class_path of {key}: it is cut short, or of no run")
+            raise UsageError(f"{path} contains no {key}.class_path: truncated, or not of a run")
     return config
 
 
 def load_yaml(text: str) -> Any:
-    """Read YAML as jsonargparse does, which drops the first of two equal keys without a word.
+    """Read YAML like jsonargparse, which silently drops the first of two equal keys.
 
     Raises:
-        YAMLError: Also for a key given twice, and for aliases that multiply or hold themselves.
+        YAMLError: Also for duplicate keys, and for aliases that are recursive or multiply.
     """
     nodes, num_values = [yaml.compose(text, Loader=LOADER)], 0
     while nodes:
         node = nodes.pop()
         if isinstance(node, yaml.ScalarNode) and "\0" in node.value:
-            raise yaml.YAMLError(f"line {node.start_mark.line + 1} has a NUL in a text")
+            raise yaml.YAMLError(f"line {node.start_mark.line + 1} contains a NUL character")
         values = node.value if isinstance(node, yaml.CollectionNode) else []
         if isinstance(node, yaml.MappingNode):
-            refuse_twice(node)
+            check_unique_keys(node)
             values = [value for _, value in node.value]
         nodes += values
-        num_values += len(values)  # an alias counts wherever it stands
+        num_values += len(values)  # aliases count at every use
         if num_values > MAX_VALUES:
-            raise yaml.YAMLError(f"more than {MAX_VALUES} values: do aliases hold each other?")
+            raise yaml.YAMLError(f"more than {MAX_VALUES} values: are aliases recursive?")
     return plain_load(text)
 
 
-def refuse_twice(mapping: yaml.MappingNode) -> None:
+def check_unique_keys(mapping: yaml.MappingNode) -> None:
     lines: dict[tuple[str, str], int] = {}
     for key, _ in mapping.value:
         name, line = (key.tag, str(key.value)), key.start_mark.line + 1
         if name in lines:
-            reason = f"in line {lines[name]} and in line {line}: keep one"
-            raise yaml.YAMLError(f"{key.value} is given twice, {reason}")
+            places = f"lines {lines[name]} and {line}: remove one"
+            raise yaml.YAMLError(f"duplicate key {key.value} in {places}")
         lines[name] = line
 
 
@@ -97,7 +97,7 @@ def dump_config(config: Any, in_one_line: bool = False) -> str:
 
 
 def without_unwritten(value: Any) -> Any:
-    """Leave out defaults that YAML cannot express, such as a lambda: they count anyway."""
+    """Omit defaults that YAML cannot express, such as a lambda; they apply anyway."""
     if isinstance(value, list):
         return [without_unwritten(item) for item in value]
     if not isinstance(value, dict):
@@ -106,5 +106,5 @@ def without_unwritten(value: Any) -> Any:
     return {name: without_unwritten(value[name]) for name in value if name not in unwritten}
 
 
-set_loader("yaml", load_yaml, (yaml.YAMLError,))  # for values on the command line, too
-set_dumper("yaml", dump_config)  # for `--print_config`, too
+set_loader("yaml", load_yaml, (yaml.YAMLError,))  # also for values on the command line
+set_dumper("yaml", dump_config)  # also for `--print_config`

@@ -15,7 +15,7 @@ MAY_CHANGE = (
 )
 
 
-def refuse_changes(run_dir: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
+def check_unchanged(run_dir: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
     """Refuse options with other values than those of the run, in one line with both values."""
     old, new = flatten(before), flatten(now)
     for key in dict.fromkeys([*new, *old]):

@@ -96,10 +96,10 @@ def test_no_picture_ends_a_run(make_trainer, recwarn, monkeypatch):
         loader = DataLoader(TensorDataset(X, y), 3)
         make_trainer(callbacks=[TestPictures()]).test(OnlyLogits(num_classes=num_classes), loader)
         assert {*figures} == names and len(figures["predictions.png"].axes) in (3, 4)
-    assert not [each for each in recwarn if "is not right" in str(each.message)]
+    assert not [each for each in recwarn if "could not be written" in str(each.message)]
 
     trainer = make_trainer(callbacks=[TestPictures()])
-    with pytest.warns(UserWarning, match="predictions.png is not right: IndexError"):
+    with pytest.warns(UserWarning, match="predictions.png could not be written: IndexError"):
         trainer.test(OnlyLogits(), DataLoader(TensorDataset(X, torch.full((6,), 70)), 3))
 
 

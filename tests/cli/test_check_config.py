@@ -67,7 +67,7 @@ def test_a_function_is_never_called(flag, here, main, capfd):
     option, value = REFUSED[flag]
     args = (*QUICK, "--data.source=synthetic", "--run_dir=run")
     assert main("fit", *args, flag.replace("X", json.dumps(value))) == 2
-    told = f"error: --{option}={value['class_path']}: a class_path that is not a class"
+    told = f"error: --{option}={value['class_path']}: class_path must be a class"
     assert told in capfd.readouterr().err
     assert not (here / "called").exists() and not (here / "run").exists()
 
@@ -99,7 +99,7 @@ def test_a_strangers_run_directory(line, here, main, capfd):
     content = {"state_dict": {}, "pytorch-lightning_version": "2.6.0"}
     torch.save(content, here / "a" / "checkpoints" / "a.ckpt")
     assert main(*line.split()) == 2
-    assert "optimizer=os.system: a class_path that is not a class" in capfd.readouterr().err
+    assert "optimizer=os.system: class_path must be a class" in capfd.readouterr().err
     assert not (here / "called").exists()
 
 

@@ -91,7 +91,7 @@ def test_chosen_columns_and_other_commands(runs, main, capfd):
     ]
     assert [row[0] for row in table(names, "--sort=model")][1] == "tested"
     assert main("runs", "--sort=val_ac") == 2
-    assert "no run has a column val_ac: see `runs --csv`" in capfd.readouterr().err
+    assert "no run has a column val_ac: `runs --csv` lists" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("text", ["[1]", '{"end": "x"}', '{"end": {"metrics": [3]}}', "{", "\xff"])

@@ -31,22 +31,25 @@ MISTAKES = {  # a command line, and what its lines must say
     ),
     "fit --model.optimizer=SGD --model.optimizer.momentun=1": ("--model.optimizer.momentum?",),
     "fit --config key.yaml": ("--trainer.max_epoch", "did you mean --trainer.max_epochs?"),
-    "fit --model=LeNot": ("--model=LeNot", "LeNet, ResNet18, or a path: my_package."),
+    "fit --model=LeNot": ("--model=LeNot", "LeNet (default), ResNet18, or a path: my_package."),
     "fit --model=nowhere.Net": ("--model=nowhere.Net", "No module named 'nowhere'"),
     "fit --model.lr_scheduler=StepLR": ("step_size; add --model.lr_scheduler.step_size=VALUE (",),
     "fit --model.lr_scheduler=own_schedule.Decay": (
-        *("--model.lr_scheduler.total_steps=VALUE", "a default, which becomes the length of the"),
+        *(
+            "--model.lr_scheduler.total_steps=VALUE",
+            "a default, which is replaced by the",
+        ),
     ),
     "fit --config optimizer.yaml": ("--optimizer=torch.optim.AdamW", "mean --model.optimizer?"),
     "fit --config fit.yaml": ("--fit.trainer.max_epochs=1", "did you mean --trainer.max_epochs?"),
     "fit --config old_name.yaml": (
-        "--trainer.callbacks.0=pytorch_lightning.callbacks.EarlyStopping: write lightning.pytorch",
+        "--trainer.callbacks.0=pytorch_lightning.callbacks.EarlyStopping: use lightning.pytorch",
     ),
     "fit --checkpoint.save_last=true": ("the last epoch is always saved, in last.ckpt",),
     "fit --trainer.strategy=ddp --trainer.strategy.timeout=0:00:00": (
-        "--trainer.strategy.timeout=0:00:00: use a time above 0",
+        "--trainer.strategy.timeout=0:00:00: must be a positive time",
     ),
-    "fit --run_dir=a\0b": ("an argument has a NUL",),
+    "fit --run_dir=a\0b": ("an argument contains a NUL",),
     f"fit {CPU} --trainer.devices=1 --data.source=synthetic --data.val_size=60000": (
         "data.val_size=60000 leaves no image of 60000",
     ),
@@ -57,26 +60,26 @@ MISTAKES = {  # a command line, and what its lines must say
     "fit --model.lr=nan": ("--model.lr=nan: Expected a <class 'float'> (",),
     "fit --trainer.precision=17": ("--trainer.precision=17", "bf16-mixed"),
     "fit --trainer.strategy=dpp": ("dpp: no such strategy", "did you mean dp?", "my_package."),
-    "fit --config=model/resnet.yaml": ("--config=model/resnet.yaml: no such file, here or in",),
+    "fit --config=model/resnet.yaml": ("--config=model/resnet.yaml: no such file in . or",),
     "fit --config number.yaml": ("--wandb.name=7795000000000.0: Expected a <class 'str'> (",),
     "fit --config broken.yaml": ("broken.yaml cannot be read as YAML: ",),
-    "fit --config twice.yaml": ("trainer is given twice, in line 1 and in line 3: keep one",),
-    "fit --config bomb.yaml": ("bomb.yaml", "more than 100000 values: do aliases hold each other?"),
-    "fit --config=nul.yaml": ("line 1 has a NUL in a text",),
-    "fit --weights=": ("--weights= names nothing: give a path",),
-    "test --ckpt_path=": ("--ckpt_path= names nothing",),
-    "fit --config empty.yaml": ("--run_dir= names nothing",),
+    "fit --config twice.yaml": ("duplicate key trainer in lines 1 and 3: remove one",),
+    "fit --config bomb.yaml": ("bomb.yaml", "more than 100000 values: are aliases recursive?"),
+    "fit --config=nul.yaml": ("line 1 contains a NUL",),
+    "fit --weights=": ("--weights= is empty: use a path",),
+    "test --ckpt_path=": ("--ckpt_path= is empty",),
+    "fit --config empty.yaml": ("--run_dir= is empty",),
     "test --ckpt_path nope.ckpt": ("nope.ckpt: no such file",),
     "test --ckpt_path text.ckpt --model=LeNet": ("text.ckpt cannot be read: it is damaged",),
-    "test --ckpt_path=a.ckpt --weights=b.ckpt": ("--weights: --ckpt_path has the weights, too",),
+    "test --ckpt_path=a.ckpt --weights=b.ckpt": ("--weights: --ckpt_path contains the weights",),
     "fit --run_dir=used": ("--run_dir=used exists and is not empty",),
     "fit --resume=nowhere": ("--resume=nowhere",),
-    "fit --resume": ("--resume: with which run? --resume=last, or",),
+    "fit --resume": ("--resume: no run given: use --resume=last or",),
     f"fit {SMALL} --model=lightning.pytorch.demos.boring_classes.BoringModel": (
-        "--model has a train_dataloader: its loaders would give way to those of --data",
+        "The model defines train_dataloader, which --data would override",
     ),
     "fit --trainer.accelerator=gpu": ("No supported gpu backend found",),
-    "fit --trainer.devices=two": ("--trainer.devices=two: a number",),
+    "fit --trainer.devices=two": ("--trainer.devices=two: use a number",),
     "fit --config=experiment/lenet_fast.yaml": ("No module named 'timm': pip install timm",),
     f"fit {SMALL} --trainer.strategy=manual_allreduce --trainer.strategy.allreduce=math.fsum": (
         "allreduce math.fsum of 1 tensors raised ValueError",
@@ -87,11 +90,11 @@ MISTAKES = {  # a command line, and what its lines must say
         "error: bucket_cap_mb=-1.0: must be a number of MB",
     ),
     f"fit {SMALL} --output.test=false --data.val_size=0": (
-        "--output.test=false: but the data val",
+        "--output.test=false: the data module val",
     ),
-    "fit --resume=cut": ("cut/config.yaml has no class_path of data: it is cut short",),
+    "fit --resume=cut": ("cut/config.yaml contains no data.class_path: truncated",),
     "runs cut": ("metrics.csv is not a CSV file", "move it away"),
-    "runs nowhere": ("nowhere: no run is in it",),
+    "runs nowhere": ("nowhere: contains no run",),
 }
 NUMBERS = (  # an option with a number that it cannot have
     *("fit --trainer.accumulate_grad_batches=-1", "fit --trainer.devices=1000000000000"),
@@ -153,7 +156,7 @@ def test_a_number_out_of_its_range(args, tmp_path, main, capfd):
     assert main(*args.split()) == 2
     option = args.split()[-1].partition("=")[0]
     err = capfd.readouterr().err
-    assert f"error: {option}=" in err and ": a number from " in err and err.count("\n") == 1
+    assert f"error: {option}=" in err and ": must be a number from " in err and err.count("\n") == 1
     assert not [*tmp_path.glob("r*")]
 
 
@@ -246,7 +249,7 @@ def test_a_damaged_picture_is_told_by_any_process(main, tmp_path, capfd):
         assert main(*run, "--data=own_damaged.Folder", f"--data.num_workers={num_workers}") == 2
         lines = capfd.readouterr().err.partition("error: ")[2].splitlines()
         assert lines[0].removeprefix("OSError: ") == "a damaged picture"
-        assert lines[1].startswith("sample 0; once that is mended, go on with: ")
+        assert lines[1].startswith("sample 0; after fixing this, resume with: ")
 
 
 def test_a_launchers_processes_train_one_model(main, capfd, monkeypatch):
@@ -255,7 +258,7 @@ def test_a_launchers_processes_train_one_model(main, capfd, monkeypatch):
         monkeypatch.setenv(*name.split("="))
     assert main("fit", CPU, "--trainer.devices=1", "--trainer.strategy=manual_allreduce") == 2
     err = capfd.readouterr().err
-    assert "2 processes would train alone: take --trainer.strategy=ddp" in err
+    assert "2 processes train separately: use --trainer.strategy=ddp" in err
 
 
 def test_untrained_weights_are_told(main, root):

@@ -61,7 +61,7 @@ SAYS = {
     "fit --print_config --trainer.max_epochs=3": "log_every_n_steps: 10",  # this package's
     "fit --model=LeNet --print_config": "class_path: lightning_mgpu.models.LeNet",
     "fit --trainer.max_epoch=3": "did you mean --trainer.max_epochs?",
-    "fit --config sweep/learnin_rate.yaml": "no such file, here or in",
+    "fit --config sweep/learnin_rate.yaml": "no such file in . or",
     "fit --config experiment/lenet_book.yaml --print_config": "lightning_mgpu.models.LeNet",
     "runs --help": "python -m stars runs --csv",
 }

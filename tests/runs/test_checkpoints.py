@@ -73,7 +73,10 @@ def test_weights_set_when_training_ends_are_in_the_last(fit, tmp_path, capfd):
             "--checkpoint.monitor=val_other --checkpoint.mode=max",
             "testing the last epoch: --checkpoint.monitor=val_other",
         ),
-        ("--data.val_size=0", "testing the last epoch: no best one is kept: save_top_k=0, or"),
+        (
+            "--data.val_size=0",
+            "testing the last epoch: no best checkpoint is kept: save_top_k=0",
+        ),
     ],
 )
 def test_which_checkpoint_is_the_best(options, told, fit, own, capfd, recwarn):
@@ -109,7 +112,7 @@ def test_evaluation_takes_a_checkpoint_alone(run, main, root, capfd):
     (run / "mine").mkdir()  # another person's run may be in any directory above it
     moved = (run / "checkpoints" / "last.ckpt").rename(run / "mine" / "last.ckpt")
     assert main("test", f"--ckpt_path={moved}", *where) == 2
-    assert "is in no run directory: give --config=FILE, or --model" in capfd.readouterr().err
+    assert "is not in a run directory: add --config=FILE or --model" in capfd.readouterr().err
 
 
 def test_weights_of_another_run_with_any_settings(run, fit, capfd):
@@ -143,7 +146,7 @@ def test_weights_bring_their_model(run, main, root, capfd):
     assert main("test", f"--ckpt_path={moved}", *line) == 0
     assert f"\nckpt:     {moved}\n" in capfd.readouterr().out
     assert main("fit", f"--weights={moved}") == 2
-    assert "moved.ckpt is in no run directory" in capfd.readouterr().err
+    assert "moved.ckpt is not in a run directory" in capfd.readouterr().err
 
 
 def test_weights_from_elsewhere(run, fit, own, capfd):
@@ -181,7 +184,7 @@ def test_a_best_checkpoint_that_is_damaged_or_gone(fit, own, capfd):
     (best,) = (run / "checkpoints").glob("epoch=*.ckpt")
     shutil.copytree(run, "copy")
     assert fit("--resume=copy") == 0
-    assert f"testing the last epoch: {best}, the best one, is gone or" in capfd.readouterr().out
+    assert f"last epoch: the best checkpoint {best} was deleted" in capfd.readouterr().out
     best.write_bytes(best.read_bytes()[:-20])
     assert fit("--resume=run") == 2
     err = capfd.readouterr().err
@@ -189,7 +192,7 @@ def test_a_best_checkpoint_that_is_damaged_or_gone(fit, own, capfd):
     assert read_run_json(run)["end"]["state"] == "failed"
     best.unlink()
     assert fit("--resume=run") == 0
-    assert f"testing the last epoch: {best}, the best one, is gone or" in capfd.readouterr().out
+    assert f"last epoch: the best checkpoint {best} was deleted" in capfd.readouterr().out
 
 
 OWN = """
@@ -223,7 +226,7 @@ def test_numpy_numbers_are_saved_as_pythons(tmp_path):
 @pytest.mark.parametrize(
     ("options", "code", "told"),
     [
-        ("", errno.ENOSPC, "epoch=0-step=7.ckpt'; once that is mended, go on with: "),
+        ("", errno.ENOSPC, "epoch=0-step=7.ckpt'; after fixing this, resume with: "),
         ("--trainer.callbacks+=own_more.Numpy", 0, "could not be read again: it holds objects of"),
     ],
 )

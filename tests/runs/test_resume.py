@@ -23,7 +23,7 @@ def test_stopped_three_times(strategy, fit, tmp_path, capfd):
     assert fit("--resume=stopped", stop="2,1", number="SIGTERM") == 130
     assert last(tmp_path / "stopped")["epoch"] == 2
     assert fit("--resume=stopped", stop="save,3", number="SIGHUP") == 130
-    way_on = "stopped; go on with: python -m lightning_mgpu fit --resume=stopped\n"
+    way_on = "stopped; resume with: python -m lightning_mgpu fit --resume=stopped\n"
     assert way_on in capfd.readouterr().out
     assert fit("--resume=stopped") == 0
     assert_same(tmp_path / "whole", tmp_path / "stopped")
@@ -56,7 +56,7 @@ def test_a_run_stopped_in_its_test_is_tested_again(fit, main, tmp_path, capfd):
     """With the same random numbers, and `test` has them too."""
     assert fit("--run_dir=whole") == 0
     assert fit("--run_dir=stopped", stop="test", number="SIGTERM") == 130
-    assert "go on with: " in capfd.readouterr().out
+    assert "resume with: " in capfd.readouterr().out
     assert read_run_json(tmp_path / "stopped")["end"]["state"] == "interrupted"
     assert fit("--resume=stopped") == 0
     assert_same(tmp_path / "whole", tmp_path / "stopped")
@@ -87,7 +87,7 @@ def test_kill_9(strategy, command, own, tmp_path):
             process.terminate()
         status, out, _ = command.finish(process, timeout=60)
         assert status in (130, -signal.SIGKILL)
-        assert ("go on with: " in out) == (line == "epoch 3/")
+        assert ("resume with: " in out) == (line == "epoch 3/")
     assert command("fit", "--resume=stopped")[0] == 0
     assert_same(tmp_path / "whole", tmp_path / "stopped")
 
@@ -118,7 +118,7 @@ def test_the_newest_run(fit, tmp_path, capfd):
     (stopped,) = [run for run in tmp_path.glob("runs/*") if not (run / "curve.png").exists()]
     assert fit("--trainer.max_steps=3", "--run_dir=runs/short") == 0
     assert fit("--trainer.enable_checkpointing=false", "--run_dir=runs/none", stop="1,1") == 130
-    for command in ("test", "fit"):  # newer, but nothing to go on with: a test, a refused start
+    for command in ("test", "fit"):  # newer, but nothing to resume with: a test, a refused start
         (other := tmp_path / "runs" / command).mkdir()
         (other / "run.json").write_text(f'{{"command": "x.py {command}", "end": {{}}}}')
         (other / "config.yaml").touch()
@@ -185,7 +185,10 @@ def test_lightnings_finders(fit, tmp_path, capfd):
         ("--model.lr=0.3", "--model.lr=0.3: run has 0.1, which stays"),
         ("--trainer.callbacks+=DeviceStatsMonitor", "run has None, which stays"),
         ("--run_dir=run", "--run_dir=run: run has None, which stays: leave the option out"),
-        ("--ckpt_path=run/checkpoints/last.ckpt", "--ckpt_path: `fit` goes on by --resume=RUN"),
+        (
+            "--ckpt_path=run/checkpoints/last.ckpt",
+            "--ckpt_path: not an option of `fit`: use --res",
+        ),
         ("--trainer.max_epochs=1", "--trainer.max_epochs=1: run has trained 2"),
     ],
 )

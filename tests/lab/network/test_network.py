@@ -261,10 +261,10 @@ def namespaces() -> set[str]:
 @pytest.mark.parametrize(
     ("args", "told"),
     [
-        (("--delay_ms=-1", "fit"), "--delay_ms=-1.0: a number from 0 to 60,000"),
-        (("--machines=0", "fit"), "--machines=0: a number from 1 to 64"),
-        (("--slowdown=1,0.5", "fit"), "--slowdown=0.5: a number from 1"),
-        (("--speedup=0", "fit"), "--speedup=0.0: a number from"),
+        (("--delay_ms=-1", "fit"), "--delay_ms=-1.0: must be a number from 0 to 60,000"),
+        (("--machines=0", "fit"), "--machines=0: must be a number from 1 to 64"),
+        (("--slowdown=1,0.5", "fit"), "--slowdown=0.5: must be a number from 1"),
+        (("--speedup=0", "fit"), "--speedup=0.0: must be a number from"),
         (("--mbit=9,9,9", "fit"), "--mbit: give one value, or 2, separated by commas"),
         (("--mbit=9 9", "fit"), "argument --mbit: invalid numbers value: '9 9'"),
         (("--csv=none/a.csv", "fit"), "/none/a.csv: name a .csv in a directory"),

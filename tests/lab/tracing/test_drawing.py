@@ -156,7 +156,7 @@ def test_command(main, tmp_path, capsys):
         (["mine.exchange", "--sweep"], "--sweep: not for an exchange"),
         (["halving_doubling", "--devices=6"], "6 devices: halving_doubling needs 1, 2, 4, 8"),
         (["ring", "--mb=x"], "argument --mb: invalid float value: 'x'; see python -m"),
-        (["ring", "--mb=nan"], "--mb=nan: a number from 1e-06 to 1,000,000"),
+        (["ring", "--mb=nan"], "--mb=nan: must be a number from 1e-06 to 1,000,000"),
         (["ring", "--mbit=0"], "--mbit=0"),
     ):
         assert main("trace", *args) == 2
