@@ -31,12 +31,7 @@ from lightning_mgpu.tools import LAST, UsageError, atomic_write, make_parser, pr
 def sweep_command(arguments: list[str]) -> None:
     parser = make_parser("sweep", __doc__)
     add = parser.add_argument
-    add(
-        "--config",
-        action="append",
-        required=True,
-        help="sweep YAML; others are passed to `fit`",
-    )
+    add("--config", action="append", required=True, help="sweep YAML; further ones go to `fit`")
     add("--count", type=int, help="number of trials (default: `run_cap`)")
     add("--sweep_dir", type=Path, help="directory of the trials (default: sweeps/NAME)")
     options, fit_args = parser.parse_known_args(arguments)
@@ -71,7 +66,9 @@ class Sweep:
         if self.goal not in ("minimize", "maximize"):
             raise ValueError(f"goal: {self.goal}: must be minimize or maximize")
         if "early_terminate" in yaml:
-            raise ValueError("early_terminate: not supported: remove it")
+            raise ValueError(
+                "early_terminate: not supported, every trial runs to its end: remove it"
+            )
         # in the YAML's order, as --model comes before --model.lr
         self.space = {name: distribution(name, spec) for name, spec in specs.items()}
         fixed = [name for name in specs if "value" in specs[name]]
@@ -85,7 +82,7 @@ class Sweep:
             if count > len(self.points):
                 raise ValueError(f"{count} trials: the grid has {len(self.points)} points")
         elif self.method not in ("random", "bayes") or not count:
-            raise ValueError("method: must be grid, or random or bayes with --count")
+            raise ValueError("method: must be grid, or random or bayes with --count=N")
         self.numbers = range(count)
         command = yaml.get("command", ["fit"])  # of W&B's agent
         words = [str(x) for x in command[command.index("fit") + 1 :] if x != "${args}"]

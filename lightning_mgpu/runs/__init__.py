@@ -1,1 +1,1 @@
-"""One run, one directory: how it is made, recorded, stopped and resumed."""
+"""Run directories: creating, recording, stopping and resuming runs."""

@@ -1,4 +1,4 @@
-"""The run directory: how it is named, found and locked, and what its files say."""
+"""Run directories: naming, finding and locking them, and reading their files."""
 
 import contextlib
 import fcntl
@@ -13,33 +13,33 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from lightning_mgpu.tools import PART, UsageError
 
 CONFIG, RUN_JSON = "config.yaml", "run.json"
-MODEL = "model.txt"  # written when the first batch comes
-OWN_CHECKPOINTS = "own_checkpoints"  # of the user's callbacks
-RUN_DIR_ENV = "LIGHTNING_MGPU_RUN_DIR"  # tells the processes that `ddp` starts where their run is
+MODEL = "model.txt"  # written before the first batch
+OWN_CHECKPOINTS = "own_checkpoints"  # of the user's ModelCheckpoint callbacks
+RUN_DIR_ENV = "LIGHTNING_MGPU_RUN_DIR"  # passes the run directory to the processes of `ddp`
 
 
 def name_run_dir(run_dir: str | None, root: str | None, *parts: object) -> Path:
-    """Where a new run will be: `run_dir`, or a name of time and `parts` in `root` or `runs/`."""
+    """The path of a new run: `run_dir`, or a timestamp and `parts` in `root` or `runs/`."""
     if rank_zero_only.rank != 0:  # type: ignore[attr-defined]
         return Path(run_dir or os.environ.get(RUN_DIR_ENV, "runs"))
-    now = f"{datetime.now():%Y-%m-%d_%H-%M-%S-%f}"[:-3]  # milliseconds tell runs apart
+    now = f"{datetime.now():%Y-%m-%d_%H-%M-%S-%f}"[:-3]  # with milliseconds
     path = Path(run_dir or Path(root or "runs", "_".join(map(str, (now, *parts)))))
-    # a kill may leave it without its first file, config.yaml
+    # after a kill it may contain only an unfinished config.yaml
     files = path.iterdir() if path.is_dir() else ()
-    if path.is_file() or any(not each.name.startswith(PART) for each in files):
-        raise UsageError(f"--run_dir={path} exists and is not empty: name a new directory")
+    if path.is_file() or any(not file.name.startswith(PART) for file in files):
+        raise UsageError(f"--run_dir={path} exists and is not empty: use a new directory")
     return path
 
 
 def newest_fits() -> list[Path]:
-    """The runs of `fit` in `runs/` that have begun to train, the newest first."""
+    """Runs of `fit` in `runs/` that have started training, newest first."""
     begun = [path.parent for path in Path("runs").glob(f"*/{MODEL}")]
     fits = [path for path in begun if " fit" in read_run_json(path).get("command", "")]
     return sorted(fits, key=lambda path: -(path / RUN_JSON).stat().st_mtime)
 
 
 def lock_run_dir(run_dir: Path) -> int:
-    """Make a run directory if need be, and lock it; closing the descriptor returned frees it."""
+    """Create and lock a run directory. Closing the returned file descriptor unlocks it."""
     run_dir.mkdir(parents=True, exist_ok=True)
     directory = os.open(run_dir, os.O_RDONLY)
     try:
@@ -53,7 +53,7 @@ def lock_run_dir(run_dir: Path) -> int:
 
 
 def read_run_json(run_dir: Path) -> dict[str, Any]:
-    """What `run.json` says; empty where there is none, or a broken one."""
+    """The content of `run.json`; empty if it is missing or broken."""
     kinds = {"command": str, "begin": str, "options": dict, "metrics": dict}
     with contextlib.suppress(OSError, ValueError, AttributeError, TypeError, RecursionError):
         content = json.loads((run_dir / RUN_JSON).read_text(encoding="utf-8"))
@@ -64,9 +64,9 @@ def read_run_json(run_dir: Path) -> dict[str, Any]:
 
 
 def config_beside(ckpt_path: str | Path) -> Path | None:
-    """The configuration of the run whose directory, or whose `checkpoints/`, has a checkpoint."""
+    """The `config.yaml` of the run that contains a checkpoint, if any."""
     directory = Path(ckpt_path).absolute().parent
-    # no further up: a config.yaml in a shared directory may be anybody's
+    # no further up: a config.yaml there may be unrelated
     is_inside = directory.name in ("checkpoints", OWN_CHECKPOINTS)
     places = [directory, *([directory.parent] if is_inside else [])]
     runs = (path for path in places if (path / CONFIG).is_file() and (path / RUN_JSON).is_file())
@@ -74,7 +74,7 @@ def config_beside(ckpt_path: str | Path) -> Path | None:
 
 
 def flatten(config: dict[Any, Any], key: str = "") -> dict[str, Any]:
-    """A nested configuration under the names of the command line, one row of a table.
+    """Flatten a nested configuration to command-line names.
 
     `{"model": {"class_path": "LeNet", "init_args": {"lr": 0.1}}}`
     -> `{"model": "LeNet", "model.lr": 0.1}`. The items of a list of mappings are numbered.

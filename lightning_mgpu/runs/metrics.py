@@ -1,4 +1,4 @@
-"""`metrics.csv`: a row for everything that is logged, a column for every name."""
+"""`metrics.csv`: one row per call of the logger, one column per metric."""
 
 import csv
 import re
@@ -21,7 +21,7 @@ Points = dict[str, dict[int, float]]  # by the metric's name: epoch (from 1) -> 
 
 
 class NoExperiment(DummyExperiment):
-    """Takes every attribute, call and item, as W&B's run does. Lightning's takes no nested one."""
+    """Accepts nested attributes, calls and items, like W&B's run; Lightning's dummy does not."""
 
     def __getattr__(self, _: Any) -> Any:
         return self
@@ -29,7 +29,7 @@ class NoExperiment(DummyExperiment):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self
 
-    def __iter__(self) -> Iterator[Any]:  # else items without an end
+    def __iter__(self) -> Iterator[Any]:  # else iteration would not end
         return iter(())
 
 
@@ -40,23 +40,25 @@ class NoLogger(DummyLogger):
 
 
 class MetricsFile(NoLogger):
-    """Writes `metrics.csv`; of a resumed run, rows after `num_steps` go, as they come again.
+    """Writes `metrics.csv`. A resumed run drops rows after `num_steps`: those steps are repeated.
 
-    `step` and `epoch` are the Trainer's; a test has no epoch. A value logged under one of these
-    names gets the column `logged_step` or `logged_epoch`. `seconds` are those of training with its
-    evaluations, from the last row of a resumed run on.
+    `step` and `epoch` are the Trainer's; a test has no epoch. Values logged under these names get
+    the columns `logged_step` and `logged_epoch`. `seconds` is the time of training and validation,
+    continued from the last row of a resumed run.
     """
 
-    began: float | None = None  # of a fit
+    began: float | None = None  # when `fit` started
 
     def __init__(self, trainer: Trainer, num_steps: int | None) -> None:
         super().__init__()
         self.trainer = trainer
         self.run_dir = run_dir = Path(trainer.default_root_dir)
         self.columns: list[str] = []
-        self.seconds = 0.0  # before
+        self.seconds = 0.0  # before resuming
         if num_steps is not None:
-            rows = [row for row in read_rows(run_dir) if None not in {*row, *row.values()}]  # torn
+            rows = [
+                row for row in read_rows(run_dir) if None not in {*row, *row.values()}
+            ]  # truncated rows
             self.columns = sorted({name for row in rows for name in row})
             try:
                 kept = [row for row in rows if int(row["step"] or num_steps) < num_steps]
@@ -76,7 +78,7 @@ class MetricsFile(NoLogger):
         now = {"step": loop.epoch_loop._batches_that_stepped, "epoch": self.trainer.current_epoch}
         row = {"step": step, **metrics}  # Lightning passes a logged `step` as the argument
         for name, value in now.items():
-            # a logged number is a float, Lightning's own is not
+            # users' values are floats, Lightning's own are integers
             if str(row.get(name, value)) not in (str(value), "None"):
                 row[f"logged_{name}"] = row[name]
         row |= now
@@ -99,7 +101,7 @@ class MetricsFile(NoLogger):
 
 
 def read_rows(run_dir: Path) -> list[dict[str, str]]:
-    """The rows of a run's `metrics.csv`; none if there is no file."""
+    """The rows of `metrics.csv`; empty if it does not exist."""
     try:
         with (run_dir / FILE).open(newline="", encoding="utf-8") as file:
             return [*csv.DictReader(file)]
@@ -110,15 +112,15 @@ def read_rows(run_dir: Path) -> list[dict[str, str]]:
 
 
 def read_values(run_dir: Path) -> Iterator[tuple[int, str, float]]:
-    """Epoch (from 1; 0 if none is known), name and value of what was logged."""
+    """Epoch (from 1; 0 if unknown), name and value of all logged numbers."""
     for row in read_rows(run_dir):
         for name, text in row.items():
-            with suppress(KeyError, TypeError, ValueError):  # torn rows, texts of users
+            with suppress(KeyError, TypeError, ValueError):  # truncated rows, strings
                 yield int(row["epoch"] or -1) + 1, name, float(text)
 
 
 def read_points(run_dir: Path) -> Points:
-    """The last values of every epoch in `metrics.csv`."""
+    """The last value of each training and validation metric per epoch."""
     points: Points = {}
     for epoch, name, value in read_values(run_dir):
         if epoch and STAGE_AND_METRIC.fullmatch(name):
@@ -127,7 +129,7 @@ def read_points(run_dir: Path) -> Points:
 
 
 def summarize(run_dir: Path, epoch: int | None = None) -> dict[str, float]:
-    """The last metrics of validation (of `epoch`, from 1), of test and in MB; seconds per epoch."""
+    """The last validation (of `epoch`, from 1), test and MB metrics, and mean seconds per epoch."""
     values: dict[str, float] = {}
     seconds: list[float] = []
     for at, name, value in read_values(run_dir):

@@ -1,4 +1,4 @@
-"""Records a run: its directory and configuration, its loggers, how it began and how it ended."""
+"""Records a run: its directory, configuration, loggers, start and end."""
 
 import contextlib
 import hashlib
@@ -43,28 +43,28 @@ from lightning_mgpu.tools import atomic_write
 
 @dataclass(eq=False)
 class RunRecord(Callback):
-    """Makes the run directory and the loggers, once the data are there.
+    """Callback that creates the run directory and the loggers once the data are set up.
 
-    A new run that ends before its first batch, as it is refused or stopped, leaves no directory.
+    A new run that fails or is stopped before its first batch leaves no directory.
     """
 
     run_dir: Path  # absolute
     config: str  # the text of `config.yaml`
     wandb_options: WandbOptions | None  # `None` if nothing is logged
-    content: dict[str, Any]  # what `run.json` gets when the run begins
-    notes: dict[str, str]  # lines of the run's header, to which this adds where W&B records
-    num_steps: int | None  # of a resumed run, so far
-    results: dict[str, Any] = field(default_factory=dict)  # what `run.json` gets at the end
-    lock: int | None = None  # once the directory is there, in the first process
+    content: dict[str, Any]  # of `run.json` at the start
+    notes: dict[str, str]  # lines of the header; a line about W&B is added
+    num_steps: int | None  # so far, if resumed
+    results: dict[str, Any] = field(default_factory=dict)  # of `run.json` at the end
+    lock: int | None = None  # file descriptor, in process 0
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if "strategy" in self.content:  # in the test after `fit`
+        if "strategy" in self.content:  # the test after `fit`
             return
         self.content["strategy"] = type(trainer.strategy).__name__
         self.lock = lock_run_dir(self.run_dir) if trainer.is_global_zero else None
         for callback in trainer.checkpoint_callbacks:
-            if isinstance(callback, ModelCheckpoint):  # else in the first logger's directory
-                # apart: two callbacks would write, and delete, files of the same names
+            if isinstance(callback, ModelCheckpoint):  # its default is the first logger's directory
+                # separate, else two callbacks would overwrite and delete each other's files
                 name = "checkpoints" if isinstance(callback, BestCheckpoint) else OWN_CHECKPOINTS
                 callback.dirpath = callback.dirpath or str(self.run_dir / name)
         run_id = self.begin_files(trainer) if self.lock is not None else None
@@ -72,9 +72,9 @@ class RunRecord(Callback):
             self.add_loggers(trainer, self.wandb_options, run_id)
 
     def begin_files(self, trainer: Trainer) -> str | None:
-        """Write `config.yaml` and `run.json`; returns the W&B run of a resumed run."""
+        """Write `config.yaml` and `run.json`; return the W&B run ID of a resumed run."""
         if not (before := read_run_json(self.run_dir)):  # of a resumed run
-            self.write_text(CONFIG, self.config)  # the first file, without which no command goes on
+            self.write_text(CONFIG, self.config)  # the first file: resuming needs it
         run_id: str | None = before.get("wandb_id")
         self.content["options"] = {**before.get("options", {}), **self.content["options"]}
         versions = {name: version(name) for name in ("torch", "lightning", "torchmetrics")}
@@ -84,12 +84,12 @@ class RunRecord(Callback):
         return run_id
 
     def add_loggers(self, trainer: Trainer, options: WandbOptions, run_id: str | None) -> None:
-        """Add W&B's and `metrics.csv` to the user's loggers: the same in every process."""
-        # for processes above the first, as Lightning's fails for `experiment.config.update()`
+        """Add W&B and `metrics.csv` to the user's loggers, in every process."""
+        # for ranks above 0: Lightning's dummy fails for `experiment.config.update()`
         fabric_logger._DummyExperiment = NoExperiment  # type: ignore[misc]
         added: list[Logger] = [MetricsFile(trainer, self.num_steps)]
-        if any(isinstance(each, WandbLogger) for each in trainer.loggers):
-            self.notes["wandb"] = "by --trainer.logger; --wandb.* does not count"
+        if any(isinstance(logger, WandbLogger) for logger in trainer.loggers):
+            self.notes["wandb"] = "set by --trainer.logger; --wandb.* is ignored"
         else:
             started = self.start_wandb(options, run_id) if self.lock is not None else None
             started = trainer.strategy.broadcast(started)  # without its experiment
@@ -97,7 +97,7 @@ class RunRecord(Callback):
         trainer.loggers = [*trainer.loggers, *added]
 
     def start_wandb(self, options: WandbOptions, run_id: str | None) -> WandbLogger | None:
-        """Start the job's W&B run, in the first process."""
+        """Start the W&B run, in process 0."""
         config = flatten(yaml.safe_load(self.config))
         logger, where = start_run(options, self.run_dir, run_id, config)
         self.notes["wandb"] = where.replace(str(self.run_dir), self.notes["run"])
@@ -106,11 +106,11 @@ class RunRecord(Callback):
         return logger
 
     def begin(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Where nothing is refused any more, and weights are on their device."""
-        stop_on_signals()  # once more: Lightning has put its own handler in place
+        """Called when all checks have passed and weights are on their device."""
+        stop_on_signals()  # again: Lightning has installed its own handlers
         is_first = self.lock is not None and "num_parameters" not in self.content
         if is_first and not trainer.sanity_checking:
-            self.write_text(CONFIG, self.config)  # once more, as a resumed run may be a longer one
+            self.write_text(CONFIG, self.config)  # again: a resumed run may have more epochs
             self.write_text(MODEL, f"{pl_module}\n")
             self.write(num_parameters=count_parameters(pl_module))
 
@@ -127,17 +127,17 @@ class RunRecord(Callback):
             part.write_text(text, encoding="utf-8")
 
     def write(self, **values: Any) -> None:
-        """Write `run.json`, with these values added."""
+        """Add values to `run.json`."""
         self.content |= values
         self.write_text(RUN_JSON, json.dumps(self.content, indent=2, default=str) + "\n")
 
     def close(self, trainer: Trainer, error: BaseException | None) -> None:
-        """Write how the run ended, close the W&B run and free the directory."""
+        """Write the end of the run, finish the W&B run and unlock the directory."""
         if self.lock is None:
             return
         state = "stopped" if self.results.get("why") else "finished"
         end: dict[str, Any] = {"state": state, "best": {}, **self.results}
-        # the disk may be full, metrics.csv broken, the directory deleted: the first error counts
+        # full disk, broken metrics.csv, deleted directory: report only the first error
         with contextlib.suppress(*(Exception,) if error else ()):
             if isinstance(error, Exception):
                 end |= {"state": "failed", "why": f"{type(error).__name__}: {error}"}
@@ -145,7 +145,7 @@ class RunRecord(Callback):
             elif error is not None:
                 end |= {"state": "interrupted", "why": "Ctrl-C, SIGTERM or SIGHUP"}
             metrics = summarize(self.run_dir, (best := end["best"]).get("epoch"))
-            if best.get("monitor"):  # an epoch may have several validations; this is the best one's
+            if best.get("monitor"):  # of the best validation: an epoch may have several
                 metrics[best["monitor"]] = best["value"]
             self.write(end=end | {"epochs": trainer.current_epoch, "metrics": metrics})
         for logger in trainer.loggers:
@@ -153,13 +153,13 @@ class RunRecord(Callback):
                 logger.experiment.finish()
         if error and self.num_steps is None and not (self.run_dir / MODEL).exists():
             shutil.rmtree(self.run_dir, ignore_errors=True)
-            with contextlib.suppress(OSError):  # other runs are in it
+            with contextlib.suppress(OSError):  # not empty
                 Path("runs").rmdir()
         os.close(self.lock)
 
 
 def stop_on_signals() -> None:
-    """End the first process by Ctrl-C, SIGTERM or SIGHUP, once; it ends those it has started."""
+    """Raise KeyboardInterrupt in process 0 on Ctrl-C, SIGTERM or SIGHUP; it ends the others."""
 
     def stop(*_: Any) -> None:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -167,7 +167,7 @@ def stop_on_signals() -> None:
         raise KeyboardInterrupt
 
     is_first = rank_zero_only.rank == 0  # type: ignore[attr-defined]
-    for number in (signal.SIGINT, signal.SIGHUP):  # these reach all processes of a terminal
+    for number in (signal.SIGINT, signal.SIGHUP):  # sent to all processes of a terminal
         signal.signal(number, stop if is_first else signal.SIG_IGN)
     signal.signal(signal.SIGTERM, stop if is_first else signal.SIG_DFL)
 

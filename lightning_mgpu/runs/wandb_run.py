@@ -1,4 +1,4 @@
-"""Weights & Biases that never asks and never holds up training."""
+"""Weights & Biases without prompts and without blocking training."""
 
 import os
 from dataclasses import dataclass
@@ -9,18 +9,18 @@ from lightning.pytorch.loggers import WandbLogger
 
 from lightning_mgpu.tools import program
 
-# A server may take 8 s to make a run, which then goes offline; the end waits 30 s for uploads.
+# After 8 s without an answer, a run is offline; at the end, uploads get 30 s.
 SETTINGS: dict[str, Any] = {"console": "off", "init_timeout": 8.0, "finish_timeout": 30.0}
 
 
 @dataclass
 class WandbOptions:
-    """The options of Weights & Biases; it reads others from `WANDB_ENTITY`, `WANDB_TAGS`, ...
+    """Options of Weights & Biases. Set others by `WANDB_ENTITY`, `WANDB_TAGS`, ...
 
     Args:
-        mode: `WANDB_MODE`, or `auto`: online with a login and an answering server, else offline.
-        project: `WANDB_PROJECT` or the program's name if left out.
-        name: Shown name of the run; the run directory's if left out.
+        mode: `auto` is `WANDB_MODE`, or online with a login and a reachable server, else offline.
+        project: Project. Default: `WANDB_PROJECT`, or the name of the program.
+        name: Displayed name of the run. Default: `WANDB_NAME`, or the run directory's.
     """
 
     mode: Literal["auto", "online", "offline", "disabled"] = "auto"
@@ -31,15 +31,15 @@ class WandbOptions:
 def start_run(
     options: WandbOptions, run_dir: Path, run_id: str | None, config: dict[str, Any]
 ) -> tuple[WandbLogger | None, str]:
-    """Start a job's one W&B run, or go on with `run_id`: its logger, if any, and where it is."""
+    """Start or resume (`run_id`) a W&B run; return its logger, if any, and a description."""
     mode, reason = str(options.mode), f"--wandb.mode={options.mode}"
     if mode == "auto" and (variable := os.environ.get("WANDB_MODE")):
         mode, reason = variable, f"WANDB_MODE={variable}"
-    if mode not in ("auto", "online", "offline"):  # such as a word that W&B does not know
+    if mode not in ("auto", "online", "offline"):  # including unknown modes
         return None, f"off ({reason})"
     import wandb  # takes half a second
 
-    # W&B reports on itself to the same server, and a process that ends waits for that
+    # W&B also reports its own errors to the server, and the exit would wait for that
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
     os.environ.setdefault("WANDB_SILENT", "true")
     default = program().replace("_", "-")
@@ -58,10 +58,10 @@ def start_run(
                 settings=wandb.Settings(**SETTINGS),
             )
             logger._wandb_init.pop("anonymous", None)  # wandb warns of any value
-            url = logger.experiment.url  # this starts it
+            url = logger.experiment.url  # starts the run
             offline = f"offline ({reason}); wandb sync {run_dir}/wandb/offline-run-*"
             return logger, offline if try_mode == "offline" else f"online, {url}"
-        except Exception as error:  # a refused login, a dead server: it must not end the run
+        except Exception as error:  # failed login, unreachable server: training continues
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-            wandb.teardown()  # else the run's id is in use
+            wandb.teardown()  # else the run's ID is in use
     return None, f"off ({reason})"

@@ -70,7 +70,7 @@ MISTAKES = {  # a command line, and what its lines must say
     "test --ckpt_path=": ("--ckpt_path= is empty",),
     "fit --config empty.yaml": ("--run_dir= is empty",),
     "test --ckpt_path nope.ckpt": ("nope.ckpt: no such file",),
-    "test --ckpt_path text.ckpt --model=LeNet": ("text.ckpt cannot be read: it is damaged",),
+    "test --ckpt_path text.ckpt --model=LeNet": ("text.ckpt cannot be read: damaged",),
     "test --ckpt_path=a.ckpt --weights=b.ckpt": ("--weights: --ckpt_path contains the weights",),
     "fit --run_dir=used": ("--run_dir=used exists and is not empty",),
     "fit --resume=nowhere": ("--resume=nowhere",),
@@ -213,7 +213,7 @@ def test_a_command_line_of_ones_own_is_a_subclass(cli, monkeypatch, capsys):
     monkeypatch.setattr("lightning_mgpu.cli.main.hide_messages", lambda: None)
     with pytest.raises(SystemExit, match="2"):
         command_line(cli)
-    assert f"error: main(cli={cli!r}): not a subclass of Tra" in capsys.readouterr().err
+    assert f"error: main(cli={cli!r}): must be a subclass of Tra" in capsys.readouterr().err
 
 
 def test_an_error_of_torchs_code_keeps_its_traceback():

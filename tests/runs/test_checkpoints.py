@@ -124,7 +124,7 @@ def test_weights_of_another_run_with_any_settings(run, fit, capfd):
     tuned = last(run.parent / "tuned")["state_dict"]
     assert all(torch.equal(tuned[name], weights[name]) for name in weights)
     assert fit("--resume=tuned", "--weights=other.ckpt") == 2
-    assert "tuned has run/checkpoints/last.ckpt, which stays" in capfd.readouterr().err
+    assert "must be run/checkpoints/last.ckpt, as in tuned" in capfd.readouterr().err
     assert fit(start[0], "--model.width=8", "--run_dir=other") == 2
     assert "Error(s) in loading state_dict for Net" in capfd.readouterr().err
     assert not Path("other").exists()
@@ -168,10 +168,10 @@ def test_weights_from_elsewhere(run, fit, own, capfd):
         trained = last(own / name)["state_dict"]
         different = [name for name in weights if not torch.equal(trained[name], weights[name])]
         assert different == ["net.4.bias"] * (name == "head")
-    assert "head.pth: left out are net.4.bias, more\n" in capfd.readouterr().out
+    assert "head.pth: skipped net.4.bias, more\n" in capfd.readouterr().out
     for line, told in {
         "--weights=head.pth": "Error(s) in loading state_dict for Net",
-        "--weights=other.pth --model=own_more.Loose": "other.pth has nothing of the model's: ['fc",
+        "--weights=other.pth --model=own_more.Loose": "other.pth contains no weights of the model: ['fc",
     }.items():
         assert fit(*start, *line.split(), "--run_dir=refused") == 2
         assert told in capfd.readouterr().err
@@ -188,7 +188,7 @@ def test_a_best_checkpoint_that_is_damaged_or_gone(fit, own, capfd):
     best.write_bytes(best.read_bytes()[:-20])
     assert fit("--resume=run") == 2
     err = capfd.readouterr().err
-    assert f"{best} cannot be read: it is damaged" in err and err.count("\n") == 1
+    assert f"{best} cannot be read: damaged" in err and err.count("\n") == 1
     assert read_run_json(run)["end"]["state"] == "failed"
     best.unlink()
     assert fit("--resume=run") == 0
@@ -227,7 +227,7 @@ def test_numpy_numbers_are_saved_as_pythons(tmp_path):
     ("options", "code", "told"),
     [
         ("", errno.ENOSPC, "epoch=0-step=7.ckpt'; after fixing this, resume with: "),
-        ("--trainer.callbacks+=own_more.Numpy", 0, "could not be read again: it holds objects of"),
+        ("--trainer.callbacks+=own_more.Numpy", 0, "would be unreadable: it contains objects of"),
     ],
 )
 def test_weights_that_cannot_be_kept_are_told(options, code, told, fit, own, capfd, monkeypatch):
@@ -250,9 +250,11 @@ def test_what_is_best_must_be_known():
     """A loss falls, an accuracy rises; between validations, their value is an old one."""
     assert BestCheckpoint("val_loss").mode == "min" and BestCheckpoint("val/acc").mode == "max"
     for name in ("val_f1", "val_acc_mae", "val_vaccine_error", "val_glossary_f1"):
-        with pytest.raises(ValueError, match=rf"{name}: add --checkpoint\.mode=min, or max"):
+        with pytest.raises(ValueError, match=rf"{name}: add --checkpoint\.mode=min or max"):
             BestCheckpoint(name)
-    with pytest.raises(ValueError, match=r"earlier one: add --checkpoint\.monitor=null"):
+    with pytest.raises(
+        ValueError, match=r"stale between validations: add --checkpoint\.monitor=null"
+    ):
         BestCheckpoint(every_n_train_steps=10)
 
 

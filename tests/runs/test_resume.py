@@ -127,8 +127,8 @@ def test_the_newest_run(fit, tmp_path, capfd):
     assert fit("--resume=last") == 0
     none, short, taken = capfd.readouterr().out.splitlines()[:3]
     skipped = "--resume=last: skipped: --resume=runs"
-    assert none == f"{skipped}/none: it saves no checkpoint (enable_checkpointing)"
-    assert short.startswith(f"{skipped}/short: it has finished without a last.ckpt: use `test ")
+    assert none == f"{skipped}/none: the run saves no checkpoints (enable_checkpointing)"
+    assert short.startswith(f"{skipped}/short: the run finished without a last.ckpt: use `test ")
     assert taken == f"--resume=last: runs/{stopped.name}"
     assert read_run_json(stopped)["end"]["epochs"] == 2
 
@@ -182,14 +182,14 @@ def test_lightnings_finders(fit, tmp_path, capfd):
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ("--model.lr=0.3", "--model.lr=0.3: run has 0.1, which stays"),
-        ("--trainer.callbacks+=DeviceStatsMonitor", "run has None, which stays"),
-        ("--run_dir=run", "--run_dir=run: run has None, which stays: leave the option out"),
+        ("--model.lr=0.3", "--model.lr=0.3: must be 0.1, as in run"),
+        ("--trainer.callbacks+=DeviceStatsMonitor", "must be None, as in run"),
+        ("--run_dir=run", "--run_dir=run: must be None, as in run: remove the option"),
         (
             "--ckpt_path=run/checkpoints/last.ckpt",
             "--ckpt_path: not an option of `fit`: use --res",
         ),
-        ("--trainer.max_epochs=1", "--trainer.max_epochs=1: run has trained 2"),
+        ("--trainer.max_epochs=1", "--trainer.max_epochs=1: run has 2 epochs"),
     ],
 )
 def test_mistakes_leave_the_run_as_it_is(options, told, run, fit, capfd):
@@ -215,13 +215,13 @@ def test_a_damaged_run_is_refused(run, fit, capfd, monkeypatch):
     flipped = bytes([*good[:middle], good[middle] ^ 1, *good[middle + 1 :]])
     for torn in (flipped, good[:-7], b""):
         path.write_bytes(torn)
-        assert "last.ckpt cannot be read: it is damaged" in refused()
+        assert "last.ckpt cannot be read: damaged" in refused()
     torch.save({**content, "hyper_parameters": Pwned()}, path)
-    assert "or holds objects of classes, whose code never runs" in refused()
+    assert "or with objects that torch.load considers unsafe" in refused()
     torch.save({**content, "lightning_mgpu": {"streams": 1}}, path)
-    assert "last.ckpt is of another version" in refused()
+    assert "last.ckpt was written by a different version" in refused()
     torch.save({**content, "optimizer_states": []}, path)
-    assert "last.ckpt has the states of 0 optimizers, and the model 1: start a" in refused()
+    assert "last.ckpt contains 0 optimizer states, but the model has 1: start a" in refused()
     states = {**content["optimizer_states"][0]}
     states["param_groups"] = 2 * states["param_groups"]
     torch.save({**content, "optimizer_states": [states]}, path)
@@ -229,7 +229,7 @@ def test_a_damaged_run_is_refused(run, fit, capfd, monkeypatch):
     path.write_bytes(good)
     with monkeypatch.context() as patch:  # the first process has found no checkpoint
         patch.setattr(SingleDeviceStrategy, "broadcast", lambda _, x, *src: x is not True and x)
-        assert "only some machines have the run's last.ckpt: they must share" in refused()
+        assert "only some machines have the run's last.ckpt: use a shared" in refused()
     rows = (run / "metrics.csv").read_text()
     for broken in (rows.replace(",step,", ",stp,"), rows.replace(",6,", ",six,")):
         (run / "metrics.csv").write_text(broken)
@@ -251,7 +251,7 @@ def test_a_run_without_a_last_checkpoint_is_not_trained_again(fit, tmp_path, cap
     assert "stopped; start again\n" in capfd.readouterr().out
     before = metrics(tmp_path / "a")
     assert fit("--resume=a") == 2
-    assert "it saves no checkpoint (enable_checkpointing)" in capfd.readouterr().err
+    assert "the run saves no checkpoints (enable_checkpointing)" in capfd.readouterr().err
     assert metrics(tmp_path / "a") == before
 
 
@@ -267,7 +267,7 @@ def test_a_finished_run_without_a_whole_epoch_is_not_trained_again(fit, run, tmp
     assert all(path.read_bytes() == content[path] for path in content)
     (run / "checkpoints" / "last.ckpt").unlink()
     assert fit("--resume=run") == 2
-    assert "run: it has finished without a last.ckpt: start a new run" in capfd.readouterr().err
+    assert "run: the run finished without a last.ckpt: start a new run" in capfd.readouterr().err
     assert fit("--trainer.max_epochs=0", "--run_dir=b") == 0
     assert fit("--resume=b", "--trainer.max_epochs=1") == 0
     assert last(tmp_path / "b")["epoch"] == 1
@@ -307,4 +307,4 @@ def test_a_run_that_stopped_by_itself_is_finished(fit, tmp_path, capfd):
     assert again[-1].split(",")[0] == out[-1].split(",")[0]
     assert not any(line.startswith("epoch ") for line in again)
     assert fit("--resume=a", "--trainer.callbacks.patience=5") == 2
-    assert "--trainer.callbacks.0.patience=5: a has 3, which stays" in capfd.readouterr().err
+    assert "--trainer.callbacks.0.patience=5: must be 3, as in a" in capfd.readouterr().err
