@@ -1,4 +1,4 @@
-"""What people look at: a header, a line per epoch, pictures and predictions."""
+"""Callbacks for output: header, epoch lines, pictures and predictions."""
 
 from lightning_mgpu.callbacks.output import RunOutput
 from lightning_mgpu.callbacks.pictures import TestPictures

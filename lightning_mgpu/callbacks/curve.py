@@ -12,20 +12,20 @@ from lightning_mgpu.tools import atomic_write, errors_as_warnings
 
 
 def draw_curve(trainer: Any, upload: bool) -> None:
-    """Draw `metrics.csv`. At the end, mark the best epoch and show it in W&B."""
+    """Draw `curve.png` from `metrics.csv`; at the end, mark the best epoch and upload to W&B."""
     if not trainer.is_global_zero:
         return
     with errors_as_warnings("curve.png"):
         if points := read_points(Path(trainer.default_root_dir)):
             on_test_set = getattr(trainer.datamodule, "validates_on_test_set", False)
-            ours = [each for each in trainer.callbacks if isinstance(each, BestCheckpoint)]
+            ours = [x for x in trainer.callbacks if isinstance(x, BestCheckpoint)]
             best = ours[0].best if upload and ours and ours[0].monitor else {}
             val_label = "test" if on_test_set else "validation"
             save_picture(trainer, plot_curve(points, val_label, best), "curve.png", upload)
 
 
 def plot_curve(points: Points, val_label: str, best: dict[str, Any]) -> Figure:
-    """A panel per metric, losses first, with two lines each."""
+    """One panel per metric, losses first, with a training and a validation line."""
     names_by_metric: dict[str, list[str]] = {}
     for name in sorted(points):
         names_by_metric.setdefault(STAGE_AND_METRIC.sub(r"\2", name), []).append(name)
@@ -40,14 +40,14 @@ def plot_curve(points: Points, val_label: str, best: dict[str, Any]) -> Figure:
             is_validation = name.startswith("val")
             label, style = (val_label, "C1.-") if is_validation else ("training", "C0.-")
             axes.plot([*points[name]], [*points[name].values()], style, label=label)
-        if best:  # which `fit` tests
+        if best:  # the epoch that `fit` tests
             axes.axvline(best["epoch"], color="gray", ls="--", label=f"best: epoch {best['epoch']}")
         axes.legend()
     return figure
 
 
 def save_picture(trainer: Any, figure: Figure, filename: str, upload: bool = True) -> None:
-    """Write a picture to the run directory and show it in Weights & Biases."""
+    """Write a picture to the run directory and upload it to Weights & Biases."""
     if trainer.fast_dev_run or not trainer.is_global_zero:
         return
     path = Path(trainer.default_root_dir, filename)

@@ -1,4 +1,4 @@
-"""The output of a run: a header, a line per epoch, the learning curve."""
+"""Output of a run: header, epoch lines, learning curve."""
 
 import time
 from dataclasses import dataclass
@@ -17,14 +17,14 @@ from lightning_mgpu.runs.record import count_parameters
 
 @dataclass(eq=False)
 class RunOutput(Checkpoint):
-    """Prints and draws. It is a `Checkpoint` to be called last.
+    """Prints and draws. It is a `Checkpoint` because Lightning calls these last.
 
     Args:
         header: Print a few lines about the run at its start.
         lines: Print a line per epoch.
         curve: Draw `curve.png` after every epoch.
         pictures: Draw `confusion.png` and `predictions.png` in a test.
-        test: `fit` tests the best epoch; if false, it never reads the test set.
+        test: Let `fit` test the best checkpoint; if false, it never reads the test set.
     """
 
     header: bool = True
@@ -32,14 +32,14 @@ class RunOutput(Checkpoint):
     curve: bool = True
     pictures: bool = True
     test: bool = True
-    # scripts read these of every `Checkpoint`; it saves none
+    # attributes of every `Checkpoint`; this one saves nothing
     best_model_path: ClassVar[str] = ""
     last_model_path: ClassVar[str] = ""
     best_model_score: ClassVar[None] = None
 
     def __post_init__(self) -> None:
         self.notes: dict[str, str] = {}  # more lines of the header, label -> text
-        self.seconds: list[float] = []  # of training, one per epoch of this process
+        self.seconds: list[float] = []  # of training, per epoch of this process
         self.metrics_before: dict[str, Tensor] = {}  # logged before the epoch
         self.started: float | None = None  # `None` while validation runs
 
@@ -77,13 +77,13 @@ class RunOutput(Checkpoint):
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.curve and self.seconds:
-            draw_curve(trainer, upload=False)  # metrics.csv has all of the last epoch now
+            draw_curve(trainer, upload=False)  # metrics.csv now contains the last epoch
         self.metrics_before = dict(trainer.callback_metrics)
         self.elapsed = 0.0  # in this epoch
         self.start_clock(trainer)
 
     def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
-        if self.started is None:  # the first batch after a validation in the middle of the epoch
+        if self.started is None:  # first batch after a validation within the epoch
             self.start_clock(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -112,28 +112,28 @@ class RunOutput(Checkpoint):
 
 
 def global_batch_size(trainer: Trainer) -> int:
-    """The size of a batch, over all processes. Warns if they train on batches of their own."""
+    """The global batch size. Warns if the processes train on separate batches."""
     loader = trainer.train_dataloader
     sampler: Any = getattr(loader, "sampler", None)
     if hasattr(sampler, "whole_batches"):  # of `batch_loader`
         return int(sampler.batch_size)
-    # a strategy with replicas cuts every batch
+    # a strategy with replicas splits every batch
     processes = 1 if hasattr(trainer.strategy, "num_replicas") else trainer.world_size
     if trainer.training and processes > 1:
         rank_zero_warn(
-            f"each of the {processes} processes takes batches of its own: make the loader by "
+            f"each of the {processes} processes loads separate batches: create the loader with "
             "lightning_mgpu.data.batch_loader(dataset, batch_size, self.trainer)"
         )
     return processes * (getattr(loader, "batch_size", None) or 0)
 
 
 def epoch_values(trainer: Trainer, before: dict[str, Tensor]) -> list[str]:
-    """['train_loss 0.4823', 'val_loss 0.5012'] of the epoch; all if no name is known.
+    """['train_loss 0.4823', 'val_loss 0.5012'] of the epoch; all metrics if no name is known.
 
-    Lightning keeps values of earlier epochs; one that was logged again is another tensor.
+    Lightning keeps values of earlier epochs; a value logged again is a new tensor.
     """
     values = {k: v for k, v in trainer.callback_metrics.items() if v is not before.get(k)}
-    # a value that is logged by step and by epoch is there under three names
+    # values logged by step and by epoch have three names
     twins = {f"{name}_{when}" for name in values for when in ("step", "epoch")}
     numbers = {k: float(v) for k, v in values.items() if k not in {*twins, "epoch_seconds"}}
     bar = trainer.progress_bar_metrics

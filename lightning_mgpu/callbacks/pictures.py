@@ -1,4 +1,4 @@
-"""Pictures of a classifier's test: a confusion matrix, and images with wrong predictions."""
+"""Pictures of a test of a classifier: confusion matrix and misclassified images."""
 
 from collections.abc import Mapping
 from contextlib import suppress
@@ -19,15 +19,15 @@ NUM_IMAGES, MAX_CLASSES = 24, 50  # of predictions.png; of a confusion matrix
 
 
 class TestPictures(Callback):
-    """Draws a confusion matrix (`confusion.png`) and the first mistakes (`predictions.png`).
+    """Draws a confusion matrix (`confusion.png`) and misclassified images (`predictions.png`).
 
-    Needs batches (X, y), or those of a `Classifier`, with labels y (N,), where -100 is ignored,
-    and a `test_step` that returns a dict with `logits` (N, C). Images X (N, 1 or 3, H, W) of the
-    first process are drawn; in a dict, X is the first entry.
+    Requires batches (X, y), or as of a `Classifier`, with labels y (N,) (-100 is ignored), and a
+    `test_step` that returns a dict with `logits` (N, C). Images X (N, 1 or 3, H, W) of process 0
+    are drawn; if the inputs are a dict, X is its first entry.
     """
 
     confusion: Matrix | None = None
-    mistakes: list[tuple[Tensor, int, int]]  # the image, its label, the prediction
+    mistakes: list[tuple[Tensor, int, int]]  # image, label, prediction
 
     def on_test_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.mistakes, self.confusion = [], None
@@ -36,15 +36,15 @@ class TestPictures(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, *at: int
     ) -> None:
         read: Any = getattr(pl_module, "inputs_and_target", lambda batch: batch)
-        with suppress(ValueError):  # a `test_step` that overrides ours may read other batches
+        with suppress(ValueError):  # an overridden `test_step` may accept more batches
             batch = read(batch)
         match outputs, batch, sum(at[1:]):  # of the first loader
             case {"logits": Tensor(ndim=2) as logits}, [inputs, Tensor(ndim=1) as y], 0:
                 X = next(iter(inputs.values())) if isinstance(inputs, Mapping) else inputs
             case _:
-                return  # another kind of model
+                return  # not a classifier
         if y.is_floating_point() or logits.shape[1] == 1:
-            return  # regression, or one logit: there are no classes
+            return  # regression, or one logit: no classes
         self.names = names = label_names(trainer, logits.shape[1])
         with errors_as_warnings("confusion.png"):
             if at[0] == 0 and len(names) <= MAX_CLASSES:
@@ -53,9 +53,9 @@ class TestPictures(Callback):
                 self.confusion.update(logits.detach(), y)
         with errors_as_warnings("predictions.png"):
             if isinstance(X, Tensor) and X.ndim == 4 and X.shape[1] in (1, 3):
-                found, room = logits.argmax(1), NUM_IMAGES - len(self.mistakes)
+                found, num_left = logits.argmax(1), NUM_IMAGES - len(self.mistakes)
                 is_wrong = (found != y) & (y != IGNORED_LABEL)
-                for i in is_wrong.nonzero().flatten()[:room].tolist():
+                for i in is_wrong.nonzero().flatten()[:num_left].tolist():
                     self.mistakes.append((X[i].cpu(), int(y[i]), int(found[i])))
 
     def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -81,7 +81,7 @@ class TestPictures(Callback):
 def plot_mistakes(mistakes: list[tuple[Tensor, int, int]], names: list[str]) -> Figure:
     """Images (1 or 3, H, W) in rows of eight, with predictions and labels."""
     X = torch.stack([image for image, *_ in mistakes]).float()
-    if X.min() < 0 or X.max() > 1:  # as after `Normalize`; all images have one range
+    if X.min() < 0 or X.max() > 1:  # as after `Normalize`; rescale all images together
         low, high = X.amin((0, 2, 3), keepdim=True), X.amax((0, 2, 3), keepdim=True)
         X = (X - low) / (high - low).clamp(min=1e-9)
     num_rows = -(-len(X) // 8)
@@ -95,6 +95,6 @@ def plot_mistakes(mistakes: list[tuple[Tensor, int, int]], names: list[str]) -> 
 
 
 def label_names(trainer: Any, num_classes: int) -> list[str]:
-    """The data module's `classes`; numbers if it has none, or more or fewer."""
+    """The data module's `classes`; numbers if missing or of a different count."""
     names: Any = getattr(trainer.datamodule, "classes", None)
     return [*map(str, names if sized_len(names) == num_classes else range(num_classes))]

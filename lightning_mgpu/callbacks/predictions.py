@@ -17,11 +17,11 @@ from lightning_mgpu.tools import atomic_write
 
 
 class PredictionWriter(BasePredictionWriter):
-    """Writes `predictions.csv`: a sample's index, and what `predict_step` returned.
+    """Writes `predictions.csv`: the index and the prediction of every sample.
 
-    That is a tensor (N,) or (N, C) with a row per sample, or a dict of such tensors. For
-    anything else there is a warning, and no file. `samples` of the dataset, as of an
-    `ImageFolder`, and `classes` of the data module add columns.
+    `predict_step` must return a tensor (N,) or (N, C), or a dict of such tensors; otherwise a
+    warning is printed and no file written. `samples` of the dataset, as in `ImageFolder`, and
+    `classes` of the data module add columns.
     """
 
     def __init__(self) -> None:
@@ -33,8 +33,8 @@ class PredictionWriter(BasePredictionWriter):
         tables = gather_tables(trainer, make_table(trainer, predictions, batch_indices))
         if None in tables:
             rank_zero_warn(
-                "predictions.csv is not written: it needs one DataLoader with a batch_size and "
-                f"a {type(pl_module).__name__}.predict_step that returns rows (N,) or (N, C)"
+                "predictions.csv is not written: it requires one DataLoader with a batch_size and "
+                f"a {type(pl_module).__name__}.predict_step that returns tensors (N,) or (N, C)"
             )
         elif trainer.is_global_zero and not trainer.fast_dev_run:
             rows = {row[0]: row for table in tables if table for row in zip(*table.values())}
@@ -48,7 +48,9 @@ class PredictionWriter(BasePredictionWriter):
 
 def gather_tables(trainer: Any, own: dict | None) -> list[dict | None]:
     """The tables of all processes."""
-    if control := getattr(trainer.strategy, "control", None):  # while it waits, Ctrl-C ends it
+    if control := getattr(
+        trainer.strategy, "control", None
+    ):  # its wait can be interrupted by Ctrl-C
         return list(control.all_gather_objects(own, "predictions"))
     tables = [own] * trainer.world_size
     if trainer.world_size > 1:
@@ -57,11 +59,11 @@ def gather_tables(trainer: Any, own: dict | None) -> list[dict | None]:
 
 
 def make_table(trainer: Any, predictions: Any, batch_indices: Any) -> dict[str, list] | None:
-    """The samples of this process; `None` if they are not a table."""
+    """The columns of this process; `None` if the predictions do not form a table."""
     try:
         loaders = trainer.predict_dataloaders
         [loader, *_] = loaders if isinstance(loaders, list) else [loaders]
-        # the record of `batch_loader`, or Lightning's
+        # recorded by `batch_loader`, or by Lightning
         indices = getattr(loader.sampler, "seen_batch_indices", None) or batch_indices[0]
         batches = [x if isinstance(x, dict) else {"prediction": x} for x in predictions]
         at = [i for batch in indices[: len(batches)] for i in batch]
@@ -78,7 +80,7 @@ def make_table(trainer: Any, predictions: Any, batch_indices: Any) -> dict[str, 
         for key in batches[0]:
             values = torch.cat([batch[key].cpu() for batch in batches])
             if values.ndim > 2:
-                return None  # as masks are, of which a cell would hold all numbers as text
+                return None  # such as masks: too large for a cell
             names, columns = [key], [values.tolist()]
             if values.ndim == 2:
                 prefix, digits = ("p", ".6g") if key == "probabilities" else (key, "")

@@ -1,4 +1,4 @@
-"""One LightningDataModule per file; `batches.py` has the batch contract, `sources.py` the files."""
+"""One LightningDataModule per file; `batches.py`: global batches, `sources.py`: downloads."""
 
 from lightning_mgpu.data.batches import batch_loader
 from lightning_mgpu.data.fashion_mnist import FashionMNIST

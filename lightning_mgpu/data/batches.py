@@ -1,7 +1,7 @@
-"""The batch contract: the same global batches in the same order, by any strategy on any devices.
+"""The batch contract: identical global batches in the same order on any strategy and devices.
 
-The order depends only on the seed and the epoch. A global batch is cut into k shards, one per
-replica, and every process reads the shard of its replica (`lightning_mgpu.distributed.sharding`).
+The order depends only on seed and epoch. A global batch is split into k shards, one per replica,
+and every process reads only its shard (`lightning_mgpu.distributed.sharding`).
 
     def train_dataloader(self):  # of your LightningDataModule
         return batch_loader(self.train_set, self.batch_size, self.trainer, shuffle=True)
@@ -28,14 +28,13 @@ from lightning_mgpu.seeds import new_generator
 
 
 class GlobalBatchSampler(data.DistributedSampler):
-    """The order of the samples, in global batches.
+    """Yields the shards of global batches for process `rank` of `num_replicas` processes.
 
-    It is a `DistributedSampler`, so that Lightning calls `set_epoch` and injects no other sampler.
-    Unlike torch's it repeats no sample. `whole_batches` is for a `ShardLoader`, which cuts them.
-    Under other strategies, it yields the shard of process `rank` of `num_replicas` processes.
+    It is a `DistributedSampler`, so that Lightning calls `set_epoch` and does not replace it.
+    Unlike torch's, it never repeats a sample. `ShardLoader` splits `whole_batches` itself.
 
     Raises:
-        ValueError: If there is no sample, or a process would get none of some batch.
+        ValueError: If there are no samples, or if a process would get an empty shard.
     """
 
     def __init__(
@@ -60,7 +59,7 @@ class GlobalBatchSampler(data.DistributedSampler):
 
     @property
     def pass_seed(self) -> int:
-        """For what the dataset draws."""
+        """The seed of the dataset's random augmentation in this epoch."""
         return crc32(repr((self.seed, self.epoch)).encode())
 
     def whole_batches(self) -> Iterator[list[int]]:
@@ -85,18 +84,18 @@ class GlobalBatchSampler(data.DistributedSampler):
         if self.shuffle or self.drop_last:
             dropped = len(order) % self.batch_size if self.drop_last else 0
             return order[: len(order) - dropped].split(self.batch_size)
-        # sizes equal up to one: a tiny last batch might have fewer samples than there are processes
+        # sizes differ by at most 1: a small last batch might have fewer samples than processes
         return order.tensor_split(-(-len(order) // self.batch_size))
 
 
 class SequentialBatchSampler(GlobalBatchSampler, data.SequentialSampler):  # type: ignore[misc]
-    """What Lightning's `overfit_batches` takes for a sampler that does not shuffle."""
+    """Recognized by Lightning's `overfit_batches` as a sampler without shuffling."""
 
 
 class BatchLoader(DataLoader):
-    """A `DataLoader` that draws its order, and starts its workers, with the first batch.
+    """A `DataLoader` that samples its order and starts its workers at the first batch.
 
-    By then Lightning has set the epoch, which after a resume it does after `iter`.
+    After a resume, Lightning calls `set_epoch` only after `iter`.
     """
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
@@ -113,19 +112,18 @@ def batch_loader(
     collate_fn: Callable[[list], Any] = default_collate,
     **kwargs: Any,
 ) -> DataLoader:
-    """A loader of any dataset with a length, under the batch contract.
+    """A `DataLoader` of global batches for any map-style dataset.
 
     Args:
         dataset: Indexed by sample, as for a `DataLoader`, or a `BatchDataset`.
-        batch_size: Samples of a *global* batch, under every strategy and number of devices.
-        trainer: The data module's `self.trainer`, which knows the processes that share a batch.
+        batch_size: Global batch size, independent of strategy and number of devices.
+        trainer: The data module's `self.trainer`, which defines the processes that share a batch.
             With None, this process reads whole batches.
-        shuffle: Draw a new order every epoch, for training. The default is dataset order.
-        seed: For the order, and for what samples draw. The default is `seed_everything`'s.
-        drop_last: Leave out a last global batch that is smaller than the others. In `predict`, the
-            `trainer` says that nothing is left out: every sample gets a prediction.
-        collate_fn: Makes a batch of a list of samples. A `BatchDataset` has no use for it.
-        kwargs: Of `DataLoader`. By default, `pin_memory` is on if the trainer's device is a GPU.
+        shuffle: Shuffle in every epoch, for training. Default: dataset order.
+        seed: Seed of shuffling and of augmentation. Default: `seed_everything`.
+        drop_last: Drop a smaller last batch. Ignored by `predict`: every sample gets a prediction.
+        collate_fn: Collates a list of samples to a batch. Not used for a `BatchDataset`.
+        kwargs: Passed to `DataLoader`. `pin_memory` defaults to True if the device is a GPU.
     """
     share = (1, 0)
     if trainer is not None:
@@ -140,5 +138,7 @@ def batch_loader(
     new_sampler = GlobalBatchSampler if shuffle else SequentialBatchSampler
     sampler = new_sampler(num, batch_size, shuffle, seed, drop_last, *share)
     reader = ShardReader(dataset, collate_fn)
-    kwargs["generator"] = torch.Generator()  # else torch's would lose a number that dropout draws
+    kwargs["generator"] = (
+        torch.Generator()
+    )  # else it would advance the global generator, which dropout uses
     return BatchLoader(reader, batch_size=None, sampler=sampler, collate_fn=take_batch, **kwargs)  # type: ignore[arg-type]

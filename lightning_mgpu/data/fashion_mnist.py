@@ -1,4 +1,4 @@
-"""Fashion-MNIST (Xiao et al., 2017): 60,000 + 10,000 grey 28x28 images in ten classes of clothing.
+"""Fashion-MNIST (Xiao et al., 2017): 60,000 + 10,000 gray 28x28 images in ten classes of clothing.
 
 python -m lightning_mgpu fit --data.batch_size=512 --data.augment=true
 """
@@ -26,15 +26,15 @@ class FashionMNIST(LightningDataModule):
     """Fashion-MNIST in global batches (X, y): float32 images (B, 1, 28, 28) and int64 labels (B,).
 
     Args:
-        batch_size: Samples of a *global* batch, under every strategy and number of devices.
-        root: Holds the files, or gets them, under `{root}/FashionMNIST/raw`. `~` works.
-        source: `auto` finds or fetches the files (`sources.py`), `synthetic` is noise with stripes.
-        val_size: How many training images validate instead, drawn by `seed`. 0: the test set does.
-        normalize: Subtract the training set's mean, divide by its deviation. The book does not.
-        augment: Crop the training images at random after padding, and flip them horizontally.
-        crop_padding: Pixels of that padding; with 0, images are only flipped.
-        seed: For validation split, batches and augmentation. The default is `seed_everything`'s.
-        device_resident: Keep all images on the process's first device; a step transfers none.
+        batch_size: Global batch size, independent of strategy and number of devices.
+        root: Directory of the files, in `{root}/FashionMNIST/raw`; `~` is expanded.
+        source: `auto` finds or downloads the files (`sources.py`), `synthetic`: noise with stripes.
+        val_size: Number of training images used for validation; 0 validates on the test set.
+        normalize: Standardize by mean and deviation of the training set. The book does not.
+        augment: Randomly crop the training images after padding, and flip them horizontally.
+        crop_padding: Padding of random crops, in pixels; with 0, images are only flipped.
+        seed: Seed of validation split, batches and augmentation. Default: `seed_everything`.
+        device_resident: Keep all images on the first device of the process: no transfers per step.
     """
 
     classes = FashionMNISTFiles.classes
@@ -57,13 +57,13 @@ class FashionMNIST(LightningDataModule):
         self.crop_padding = crop_padding
         self.seed = int(os.environ.get("PL_GLOBAL_SEED", 0)) if seed is None else seed
         if min(val_size, crop_padding) < 0:
-            raise ValueError(f"{val_size=}, {crop_padding=} of the data: take no number below 0.")
+            raise ValueError(f"{val_size=}, {crop_padding=}: must be non-negative.")
         self.validates_on_test_set = val_size == 0
-        self.origin = "SYNTHETIC images, not Fashion-MNIST"  # or where the files came from
+        self.origin = "SYNTHETIC images, not Fashion-MNIST"  # or the source of the files
 
     def prepare_data(self) -> None:
         if self.source == "synthetic":
-            warnings.warn("data.source=synthetic: made-up images; no accuracy means anything.")
+            warnings.warn("data.source=synthetic: random images; the accuracy is meaningless.")
         else:
             self.origin = ensure_fashion_mnist(self.root)
 
@@ -72,8 +72,10 @@ class FashionMNIST(LightningDataModule):
         device = trainer.strategy.root_device if self.device_resident and trainer else "cpu"
         (images, labels), test = self._load(train=True), self._load(train=False)
         if self.val_size >= len(images):
-            raise ValueError(f"data.val_size={self.val_size} leaves no image of {len(images)}")
-        # must never change: else an old checkpoint would be validated on images it was trained on
+            raise ValueError(
+                f"data.val_size={self.val_size} must be less than the {len(images)} images"
+            )
+        # must never change: else old checkpoints would be validated on their training images
         order = torch.randperm(len(images), generator=torch.Generator().manual_seed(self.seed))
         val, train = (part.sort().values for part in order.tensor_split([self.val_size]))
         scale = (MEAN, STD) if self.normalize else (0.0, 1.0)
@@ -83,7 +85,7 @@ class FashionMNIST(LightningDataModule):
         )
         if self.validates_on_test_set:
             self.val_set = self.test_set
-        if self.augment and not (trainer and trainer.overfit_batches):  # which are to stay the same
+        if self.augment and not (trainer and trainer.overfit_batches):  # fixed images
             self.train_set.crop_padding = self.crop_padding
         sizes = (len(images) for images in (self.train_set, self.val_set, self.test_set))
         self.summary = "{:,} train, {:,} val, {:,} test; {}".format(*sizes, self.origin)

@@ -1,6 +1,6 @@
-"""Images kept as bytes on any device; a whole batch is gathered, augmented and converted there.
+"""uint8 images on any device; batches are gathered, augmented and converted there.
 
-One gather of uint8 and one conversion are about 100 times faster than a call for every sample.
+One gather and one conversion per batch are about 100 times faster than one call per sample.
 """
 
 from dataclasses import dataclass
@@ -15,11 +15,10 @@ from lightning_mgpu.seeds import new_generator
 
 @dataclass(eq=False)
 class InMemoryImages(BatchDataset):
-    """uint8 images (N, C, H, W) and labels (N,), from which it makes batches of float images.
+    """A dataset of uint8 images (N, C, H, W) and labels (N,) that returns batches of float images.
 
-    Batches are made on the images' device. Pixels are scaled to [0, 1], then normalised by `mean`
-    and `std`. With `crop_padding`, they are augmented before. What `augment` draws depends only on
-    seed, epoch and sample.
+    Pixels are scaled to [0, 1] and normalized by `mean` and `std`, on the device of the images.
+    With `crop_padding`, images are augmented; this depends only on seed, epoch and sample.
     """
 
     images: Tensor
@@ -37,7 +36,7 @@ class InMemoryImages(BatchDataset):
         return self.images.device
 
     def read(self, epoch: int, indices: Tensor) -> tuple[Tensor, Tensor]:
-        if self.device.type != "cpu":  # only a copy from pinned memory waits for nothing
+        if self.device.type != "cpu":  # only copies from pinned memory are asynchronous
             indices = indices.pin_memory().to(self.device, non_blocking=True)
         # (B, C, H, W) uint8; far faster than `images[indices]`
         X = self.images.index_select(0, indices)
@@ -50,7 +49,7 @@ class InMemoryImages(BatchDataset):
 
 @lru_cache(maxsize=1)
 def uniform_numbers(N: int, seed: int, epoch: int, device: torch.device) -> Tensor:
-    """Uniform numbers (N, 3) of every image in an epoch."""
+    """Uniform random numbers (N, 3) of all images in an epoch."""
     generator = new_generator(seed, "augmentation", epoch)
     return torch.rand(N, 3, generator=generator).to(device)
 

@@ -1,7 +1,7 @@
-"""Where the four Fashion-MNIST files come from: found or fetched, checked, put where they are read.
+"""Finds or downloads the four Fashion-MNIST files, and verifies their checksums.
 
-A source answers one question, 'in which directory are the IDX files, plain or `.gz`?'. Their bytes
-are checked before every run, and a damaged file is replaced.
+A source is a function that returns a directory with the IDX files, plain or `.gz`. Checksums are
+verified before every run, and damaged files are replaced.
 """
 
 import fcntl
@@ -18,7 +18,7 @@ from torchvision.datasets import FashionMNIST
 
 from lightning_mgpu.tools import atomic_write
 
-# name -> MD5 of the uncompressed bytes: compressors differ, these do not
+# name -> MD5 of the uncompressed bytes, which do not depend on the compressor
 FILES = {
     "train-images-idx3-ubyte": "f4a8712d7a061bf5bd6d2ca38dc4d50a",
     "train-labels-idx1-ubyte": "9018921c3c673c538a1fc5bad174d6f9",
@@ -26,7 +26,7 @@ FILES = {
     "t10k-labels-idx1-ubyte": "15d484375f8d13e6eb1aabb0c3f46965",
 }
 PACKAGE = "dataset-fashion-mnist"  # of Debian and Ubuntu
-SYSTEM_DIR = Path("/usr/share/datasets/fashion-mnist")  # where that package puts the files
+SYSTEM_DIR = Path("/usr/share/datasets/fashion-mnist")  # of that package
 FETCH = f"""exec < /dev/null # no question can stop it
 mkdir -p lists/partial cache/archives/partial
 set -- -o "Dir::State::Lists=$PWD/lists" -o "Dir::Cache=$PWD/cache" -o Debug::NoLocking=1 \\
@@ -37,8 +37,8 @@ apt-get "$@" download {PACKAGE} && dpkg-deb -x {PACKAGE}_*.deb unpacked
 
 
 def ensure_fashion_mnist(root: str | Path, files: Mapping[str, str] = FILES) -> str:
-    """Put the checked files under `{root}/FashionMNIST/raw`; returns where they came from."""
-    raw = Path(root).expanduser() / "FashionMNIST" / "raw"  # as torchvision has them
+    """Put the verified files under `{root}/FashionMNIST/raw`; return their source."""
+    raw = Path(root).expanduser() / "FashionMNIST" / "raw"  # as in torchvision
     if all(_is_good(raw / name, md5) for name, md5 in files.items()):
         return f"files under {raw}"  # writes nothing: `root` may be read-only
     sources: dict[str, Callable[[Path], Path]] = {
@@ -50,7 +50,7 @@ def ensure_fashion_mnist(root: str | Path, files: Mapping[str, str] = FILES) -> 
     problems = []
     raw.mkdir(parents=True, exist_ok=True)
     with (raw / ".lock").open("w") as lock, tempfile.TemporaryDirectory() as work:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # another run may be fetching them
+        fcntl.flock(lock, fcntl.LOCK_EX)  # another run may be downloading
         for source, find_directory in sources.items():
             try:
                 directory = find_directory(Path(work))
@@ -60,7 +60,7 @@ def ensure_fashion_mnist(root: str | Path, files: Mapping[str, str] = FILES) -> 
                         if not _is_good(part, md5):
                             raise RuntimeError(f"{directory / name} is damaged")
                 return source
-            except Exception as error:  # whatever it is, the next source may have them
+            except Exception as error:  # try the next source
                 problems.append(f"{source}: {' '.join(str(error).split())}")
     raise RuntimeError(
         f"Fashion-MNIST not found. Install it with `apt-get install {PACKAGE}`, or put the four "
@@ -82,13 +82,13 @@ def _download(work: Path) -> Path:
     for name in FILES:
         url = f"{FashionMNIST.mirrors[0]}{name}.gz"
         print(f"Downloading {url}", file=sys.stderr, flush=True)
-        with urlopen(url, timeout=8) as response:  # torchvision's function would wait for ever
+        with urlopen(url, timeout=8) as response:  # torchvision's function has no timeout
             (work / f"{name}.gz").write_bytes(response.read())
     return work
 
 
 def _unpack_package(work: Path) -> Path:
-    """Fetch the Debian package into `work` and unpack it: needs no root and no package lists."""
+    """Download and unpack the Debian package in `work`, without root or package lists."""
     print(f"Fetching {PACKAGE} (31 MB) with apt-get", file=sys.stderr, flush=True)
     done = subprocess.run(["sh", "-c", FETCH], cwd=work, capture_output=True, text=True)
     if done.returncode:

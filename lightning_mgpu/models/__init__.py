@@ -1,4 +1,4 @@
-"""LightningModules: the shared steps in `classifier.py`, one network per file."""
+"""LightningModules: shared steps in `classifier.py`, one network per file."""
 
 from lightning_mgpu.models.classifier import Classifier, OneCycle
 from lightning_mgpu.models.lenet import LeNet

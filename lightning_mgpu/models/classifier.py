@@ -1,6 +1,6 @@
-"""What every classifier here shares: cross-entropy, accuracy, optimizer and scheduler.
+"""The base class of classifiers: cross-entropy, accuracy, optimizer and scheduler.
 
-A model is a subclass that builds `self.net`; it never mentions devices, ranks or strategies.
+A model is a subclass that creates `self.net`; it never mentions devices, ranks or strategies.
 
     --model=LeNet --model.lr=0.1 --model.lr_scheduler=OneCycle
     --model.optimizer=AdamW --model.optimizer.lr=0.001
@@ -23,21 +23,21 @@ from torch.optim.lr_scheduler import CyclicLR, OneCycleLR
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy
 
-Init = Literal["book", "kaiming"]  # initial weights: N(0, 0.01), or those of He et al. (2015)
-TARGETS = ("labels", "label", "target")  # where a dict has the target, as Hugging Face's do
-# no label's number: -100, torch's default, would skip samples that the means count
+Init = Literal["book", "kaiming"]  # initial weights: N(0, 0.01), or He et al. (2015)
+TARGETS = ("labels", "label", "target")  # keys of the target in a dict, as in Hugging Face
+# matches no label: -100, torch's default, would skip samples but not their weight
 NO_LABEL = -(2**62)
 
 
 class OneCycle(OneCycleLR):
-    """torch's `OneCycleLR`, whose `max_lr` is by default the optimizer's learning rate."""
+    """torch's `OneCycleLR`; `max_lr` defaults to the learning rate of the optimizer."""
 
     def __init__(self, optimizer: Optimizer, max_lr: float | None = None, **kwargs: Any) -> None:
         super().__init__(optimizer, max_lr or [g["lr"] for g in optimizer.param_groups], **kwargs)
 
 
 class MeanLoss(Metric):
-    """Mean of a loss by weight. `torchmetrics.MeanMetric` makes every step wait for a GPU."""
+    """Weighted mean of a loss. Unlike `torchmetrics.MeanMetric`, it never waits for a GPU."""
 
     total: Tensor
     weight: Tensor
@@ -48,10 +48,10 @@ class MeanLoss(Metric):
         self.add_state("weight", torch.zeros(()), dist_reduce_fx="sum")
 
     def update(self, loss: Tensor, weight: Tensor | float) -> None:
-        # `bf16-true` turns the states into bfloat16, which has too few digits for a sum
+        # `bf16-true` converts the states to bfloat16, which is too imprecise for sums
         dtype = torch.promote_types(loss.dtype, torch.float32)
         weight = torch.zeros_like(loss, dtype=dtype) + weight
-        # a loss with weight 0 may be NaN: it does not count
+        # a loss with weight 0 may be NaN: ignore it
         total = torch.where(weight == 0, 0.0, loss.to(dtype) * weight)
         # not in place: the processes of `ddp_spawn` share the memory of a CPU tensor
         self.total, self.weight = self.total.to(dtype) + total, self.weight.to(dtype) + weight
@@ -61,24 +61,24 @@ class MeanLoss(Metric):
 
 
 class Classifier(LightningModule):
-    """Trains `self.net`, for example from images (N, C, H, W) to logits (N, num_classes).
+    """Trains `self.net`, for example on images (N, C, H, W) with logits (N, num_classes).
 
     A batch is (X, y), or a dict: see `inputs_and_target`. The loss is cross-entropy.
-    Logs `{train,val,test}_loss` (nats) and `{train,val,test}_acc` (fraction), means over samples,
-    once per epoch, and every `trainer.log_every_n_steps` the minibatch `loss`: the mean of the
-    processes' last shards.
+    Logs `{train,val,test}_loss` (nats) and `{train,val,test}_acc` (fraction) per epoch, as means
+    over samples, and every `trainer.log_every_n_steps` steps the minibatch `loss`: the mean over
+    the processes' last shards.
 
     Args:
-        lr: Learning rate of SGD. The default is the model's own.
-        optimizer: Makes a torch optimizer of the parameters, in place of SGD.
-        lr_scheduler: Makes a torch scheduler of the optimizer. Unless its `total_steps` is set, it
-            gets the length of the run. `ReduceLROnPlateau` watches its `monitor`, or `val_loss`.
-        lr_interval: Every `step` (batch) for `total_steps` and `CyclicLR`, else every `epoch`.
+        lr: Learning rate of SGD. Default: `default_lr` of the model.
+        optimizer: Creates a torch optimizer from the parameters, instead of SGD.
+        lr_scheduler: Creates a torch scheduler from the optimizer. `total_steps` defaults to the
+            length of the run, `monitor` (of `ReduceLROnPlateau`) to `val_loss`.
+        lr_interval: Default: `step` for `CyclicLR` and with `total_steps`, else `epoch`.
         num_classes: Width of the logits.
-        label_smoothing: Share of a training label spread over all classes (Szegedy et al., 2016).
-        flip_tta: In evaluation, take the mean of the logits of an image and its mirror image.
-        channels_last: Store weights and images in the order in which convolutions are fastest.
-        compile: Train by `torch.compile`, which compiles a batch of another size again.
+        label_smoothing: Label smoothing in training (Szegedy et al., 2016).
+        flip_tta: In evaluation, average the logits of an image and its mirror image.
+        channels_last: Use the channels-last memory format, which speeds up convolutions.
+        compile: Train with `torch.compile`, which recompiles for every new batch size.
     """
 
     net: nn.Module
@@ -98,8 +98,10 @@ class Classifier(LightningModule):
     ) -> None:
         super().__init__()
         if lr is not None and optimizer is not None:
-            raise ValueError(f"model.lr={lr} is SGD's: set model.optimizer.lr, and model.lr=null.")
-        # a checkpoint rebuilds the model, and must not pickle functions
+            raise ValueError(
+                f"model.lr={lr} applies only to SGD: use model.optimizer.lr, and model.lr=null."
+            )
+        # checkpoints must not pickle functions
         self.save_hyperparameters(logger=False)
         for name in [name for name, value in self.hparams.items() if callable(value)]:
             del self.hparams[name]
@@ -118,53 +120,52 @@ class Classifier(LightningModule):
         self._copy_metrics()
 
     def make_metrics(self) -> MetricCollection:
-        """Metrics of your own, which get logits (N, num_classes) and labels (N,).
+        """Override to add metrics of logits (N, num_classes) and labels (N,).
 
-        Each stage has copies of them. They are logged beside `acc`: `f1` as `train_f1`, `val_f1`
-        and `test_f1`.
+        Each stage has its own copies: `f1` is logged as `train_f1`, `val_f1` and `test_f1`.
         """
         return MetricCollection({})
 
     def _copy_metrics(self) -> None:
-        if hasattr(self, "train_own_metrics"):  # in the test after `fit`
+        if hasattr(self, "train_own_metrics"):  # the test after `fit`
             return
         made: Any = self.make_metrics()
         if not isinstance(made, (dict, MetricCollection)):
             raise ValueError("make_metrics must return a MetricCollection or a dict")
         if taken := {"acc", "loss"}.intersection(made):
-            raise ValueError(f"make_metrics: {taken.pop()} is logged already: rename it")
+            raise ValueError(f"make_metrics: {taken.pop()} is reserved: use a different name")
         for stage in ("train", "val", "test"):
-            # compute groups would share states that Lightning computes one by one
+            # Lightning computes metrics one by one, which breaks compute groups
             copies = MetricCollection(deepcopy({**made}), prefix=f"{stage}_", compute_groups=False)
             setattr(self, f"{stage}_own_metrics", copies.to(self.device))
 
     def inputs_and_target(self, batch: Any) -> tuple[Any, Tensor | None]:
-        """What `forward` takes, and the labels (N,), or `None` where a batch has none.
+        """Split a batch into the inputs of `forward` and labels (N,), or `None` without labels.
 
-        Of (X, y), X and y; of X or (X,), X. In a dict, the target is `labels`, `label` or
-        `target`, and all other entries are keyword arguments of `self.net`. For any other kind of
-        batch, override this method: all steps, and the pictures of a test, read batches by it.
+        Supports (X, y), X, (X,), and dicts: the target is `labels`, `label` or `target`, and all
+        other entries are keyword arguments of `self.net`. Override this method for other batches:
+        all steps, and the pictures of a test, use it.
 
         Raises:
             ValueError: If the batch is none of these.
         """
         if isinstance(batch, Mapping):  # a `BatchEncoding` is not a dict
             inputs = dict(batch)
-            name = next((each for each in TARGETS if each in inputs), "")
+            name = next((key for key in TARGETS if key in inputs), "")
             return inputs, inputs.pop(name, None)
         parts = batch if isinstance(batch, (tuple, list)) else [batch]
         if len(parts) in (1, 2) and isinstance(parts[-1], Tensor):
             return parts[0], parts[1] if len(parts) == 2 else None
-        raise self._batch_error(batch, "takes X, (X, y) or a dict")
+        raise self._batch_error(batch, "supports X, (X, y) or a dict")
 
     def forward(self, X: Any) -> Tensor:
         if isinstance(X, Mapping):
             if self.channels_last or self.flip_tta:
-                raise ValueError("model.channels_last, model.flip_tta: for images, not for a dict")
+                raise ValueError("model.channels_last, model.flip_tta: need images, not a dict")
             try:
                 signature(self.net.forward).bind(**X)
             except TypeError as error:
-                why = f"gives self.net what it does not take: {error}"
+                why = f"does not match the signature of self.net: {error}"
                 raise self._batch_error(X, why) from error
         if self.channels_last:
             X = X.contiguous(memory_format=torch.channels_last)
@@ -172,11 +173,11 @@ class Classifier(LightningModule):
         if self.training or not self.flip_tta:
             return compute(self.net, X)
         if X.ndim != 4:
-            raise ValueError(f"model.flip_tta: for images (N, C, H, W), not {tuple(X.shape)}")
+            raise ValueError(f"model.flip_tta: needs images (N, C, H, W), not {tuple(X.shape)}")
         return (compute(self.net, X) + compute(self.net, X.flip(-1))) / 2
 
     def compute_loss(self, logits: Tensor, y: Tensor) -> Tensor | tuple[Tensor, Tensor | float]:
-        """The loss: a mean over samples, or a mean over something else and the weight of that."""
+        """The loss: a mean over samples, or, of anything else, the mean and its weight."""
         smoothing = self.label_smoothing if self.training else 0.0
         return F.cross_entropy(logits, y, ignore_index=NO_LABEL, label_smoothing=smoothing)
 
@@ -184,7 +185,7 @@ class Classifier(LightningModule):
         loss, _, y, weight = self._step(batch, "train")
         every = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
         if every and (self.trainer.global_step + 1) % every == 0:
-            # not with `prog_bar`: every step would wait for the device to show it
+            # no `prog_bar`: every step would wait for the device
             self.log("loss", loss, batch_size=len(y), sync_dist=True)
         return loss if weight is None else {"loss": loss, "weight": weight}
 
@@ -202,19 +203,19 @@ class Classifier(LightningModule):
         return found if y is None else {"label": y, **found}
 
     def _step(self, batch: Any, stage: str) -> tuple[Tensor, Tensor, Tensor, Any]:
-        """Loss, logits and labels of a batch, counted by metrics, and the loss's weight."""
+        """Loss, logits and labels of a batch, and the weight of the loss; updates metrics."""
         X, y = self._read(batch)  # for example (N, C, H, W), (N,)
         if y is None:
             raise self._batch_error(batch, "found no target")
-        self._copy_metrics()  # if `setup` of a subclass has not called ours
+        self._copy_metrics()  # if `setup` of a subclass does not call ours
         logits = self(X)  # (N, num_classes)
         if not isinstance(logits, Tensor):
-            reason = "override `forward`, which has to return a tensor"
+            reason = "override `forward` to return a tensor"
             raise ValueError(
                 f"self.net returns a {type(logits).__name__} without `logits`: {reason}"
             )
         if logits.ndim < 2 or logits.shape[1] < 2:
-            reason = "of one logit, the largest one says nothing: take two, or a LightningModule"
+            reason = "must have two or more columns: use two logits, or a LightningModule"
             raise ValueError(f"logits of shape {tuple(logits.shape)}: {reason}")
         given = self.compute_loss(logits, y)
         loss, weight = given if isinstance(given, tuple) else (given, None)
@@ -249,7 +250,7 @@ class Classifier(LightningModule):
         self._log("test")
 
     def _log(self, stage: str) -> None:
-        """Log metrics that a step has updated, which Lightning computes when the epoch ends."""
+        """Log the updated metrics; Lightning computes them when the epoch ends."""
         metrics = {name: getattr(self, name) for name in (f"{stage}_loss", f"{stage}_acc")}
         metrics |= getattr(self, f"{stage}_own_metrics", {}).items()
         updated = {name: metric for name, metric in metrics.items() if metric.update_called}
@@ -271,10 +272,10 @@ class Classifier(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": config}
 
     def _run_length(self) -> tuple[bool, dict[str, int]]:
-        """Whether the scheduler has a `total_steps`, and its value if it has the default one."""
+        """Whether the scheduler has `total_steps`, and its value if not set by the user."""
         make: Any = self.lr_scheduler
         given = getattr(make, "keywords", {})  # of a `partial`; the command line's has all
-        classes = [each for each in getattr(make, "args", ()) if isclass(each)]  # and a class
+        classes = [arg for arg in getattr(make, "args", ()) if isclass(arg)]  # and a class
         make = classes[0] if classes else getattr(make, "func", make)
         parameter = signature(make).parameters.get("total_steps") if make else None
         has_length = bool(parameter or "total_steps" in given or make is OneCycle)
@@ -284,12 +285,12 @@ class Classifier(LightningModule):
         by_epoch = self.lr_interval == "epoch"
         num_steps = self.trainer.max_epochs if by_epoch else self.trainer.estimated_stepping_batches
         if num_steps in (None, -1, inf):
-            raise ValueError("lr_scheduler.total_steps: for how long? Set trainer.max_epochs")
+            raise ValueError("lr_scheduler.total_steps: unknown length: set trainer.max_epochs")
         return True, {"total_steps": int(num_steps)}
 
 
 def logits_of(net: nn.Module, X: Any) -> Tensor:
-    """The logits. A Hugging Face model returns them as an attribute."""
+    """The logits, which Hugging Face models return as an attribute."""
     found = net(**X) if isinstance(X, Mapping) else net(X)
     return getattr(found, "logits", found)
 
@@ -300,7 +301,7 @@ def compiled_logits() -> Callable[[nn.Module, Any], Tensor]:
 
 
 def init_weights(net: nn.Module, init: Init, zero_biases: bool) -> None:
-    """The book's N(0, 0.01); or He et al. (2015), N(0, 2 / fan_in): activations keep their size."""
+    """Initialize by N(0, 0.01), as in the book, or N(0, 2 / fan_in), as in He et al. (2015)."""
     for layer in net.modules():
         if isinstance(layer, (nn.Conv2d, nn.Linear)):
             if init == "book":

@@ -11,8 +11,8 @@ from lightning_mgpu.models.classifier import Classifier, Init, init_weights
 class ResNet18(Classifier):
     """The book's ResNet-18 for images (N, in_channels, H, W): 11,175,818 parameters, SGD at 0.1.
 
-    Its stem is smaller than that of He et al. (2016): a 3x3 convolution, stride 1, no max-pooling.
-    A `width` of 16 leaves a sixteenth of the parameters.
+    Its stem is smaller than in He et al. (2016): a 3x3 convolution, stride 1, no max-pooling.
+    A `width` of 16 gives a sixteenth of the parameters.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class ResNet18(Classifier):
 
 
 class Residual(nn.Module):
-    """Two 3x3 convolutions and a shortcut, a 1x1 one where the shape changes (d2l.ai, 'ResNet')."""
+    """Two 3x3 convolutions and a shortcut, a 1x1 one if the shape changes (d2l.ai, 'ResNet')."""
 
     def __init__(self, in_channels: int, out_channels: int, stride: int = 1) -> None:
         super().__init__()

@@ -34,7 +34,7 @@ def read_checkpoint(path: str | Path, bare: bool = False) -> dict[str, Any]:
     if not Path(path).is_file():
         raise UsageError(f"{path}: no such file; the checkpoints of a run are in checkpoints/")
     try:
-        # torch does not verify the checksums that it writes; files before torch 1.6 are no zip files
+        # torch does not verify its checksums; files before torch 1.6 are not zip files
         damaged = zipfile.is_zipfile(path) and zipfile.ZipFile(path).testzip()
         checkpoint = {} if damaged else dict(torch.load(path, "cpu", weights_only=True))
     except Exception:  # damaged files cause many kinds of errors
@@ -58,9 +58,7 @@ def load_weights(module: LightningModule, path: str) -> list[str]:
     strict = module.strict_loading  # True: raises for mismatches
     fits = [n for n in given if strict or (n in own and given[n].shape == own[n].shape)]
     if not fits:
-        raise UsageError(
-            f"{path} contains no weights of the model: {[*given][:3]}, not {[*own][:3]}"
-        )
+        raise UsageError(f"{path} matches no weights: {[*given][:3]}, not {[*own][:3]}")
     module.load_state_dict({name: given[name] for name in fits}, strict=strict)
     return [name for name in own | given if name not in fits]
 
@@ -180,9 +178,7 @@ class LastCheckpoint(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         has, num = bool(trainer.ckpt_path), len(trainer.optimizers)
         if trainer.strategy.broadcast(has) != has:
-            raise UsageError(
-                "only some machines have the run's last.ckpt: use a shared file system"
-            )
+            raise UsageError("only some machines have the run's last.ckpt: use a shared disk")
         if self.num_optimizers not in (None, num):  # Lightning would restore some
             reason = f"contains {self.num_optimizers} optimizer states, but the model has {num}"
             raise UsageError(f"{trainer.ckpt_path} {reason}: start a new run with --weights")
@@ -248,9 +244,7 @@ class LastCheckpoint(Callback):
         if KEY not in checkpoint or not is_whole:  # such as Lightning's under SLURM
             raise UsageError(f"{trainer.ckpt_path} was saved within an epoch: move it away")
         if EXCHANGE in checkpoint and not hasattr(trainer.strategy, "exchange"):
-            raise UsageError(
-                f"{trainer.ckpt_path} contains the state of an exchange: use the same strategy"
-            )
+            raise UsageError(f"{trainer.ckpt_path} is of an exchange: use the same strategy")
         self.loaded_metrics, self.frozen = checkpoint[KEY]["metrics"], checkpoint[KEY]["frozen"]
         self.num_optimizers = len(checkpoint["optimizer_states"])
         self.modes = checkpoint[KEY].get("modes_by_name", {})  # missing in older files

@@ -29,9 +29,7 @@ def find_last(run_dir: Path, config: dict, max_epochs: int | None) -> tuple[str 
     path = run_dir / "checkpoints" / LAST
     if not path.exists():
         if flatten(config).get("trainer.enable_checkpointing") is False:
-            raise UsageError(
-                f"--resume={run_dir}: the run saves no checkpoints (enable_checkpointing)"
-            )
+            raise UsageError(f"--resume={run_dir}: it saved no checkpoint (enable_checkpointing)")
         end = read_run_json(run_dir).get("end") or {}
         if end.get("epochs") and end.get("state") in ("finished", "stopped"):
             file = path.with_name(END)
@@ -41,9 +39,7 @@ def find_last(run_dir: Path, config: dict, max_epochs: int | None) -> tuple[str 
         return None, 0
     checkpoint = read_checkpoint(path)
     if checkpoint.get(KEY, {}).get("streams") != VERSION:
-        raise UsageError(
-            f"{path} was written by a different version: start a new run with --weights={path}"
-        )
+        raise UsageError(f"{path} is of a different version: use --weights={path}")
     loop = checkpoint["loops"]["fit_loop"]
     trained = loop["epoch_progress"]["current"]["processed"]
     num_steps = loop["epoch_loop.state_dict"]["_batches_that_stepped"]

@@ -49,12 +49,12 @@ def test_validation_is_split_off_by_the_seed(make_data):
 def test_options(monkeypatch):
     monkeypatch.setenv("PL_GLOBAL_SEED", "17")
     assert FashionMNIST().seed == 17 and FashionMNIST(seed=2).seed == 2
-    with pytest.raises(ValueError, match="val_size=-1, crop_padding=2 of the data"):
+    with pytest.raises(ValueError, match="val_size=-1, crop_padding=2: must be non-neg"):
         FashionMNIST(val_size=-1)
-    with pytest.raises(ValueError, match="val_size=60000 leaves no image of 60000"):
+    with pytest.raises(ValueError, match="val_size=60000 must be less than the 60000"):
         FashionMNIST(source="synthetic", val_size=60_000).setup("fit")
     data = FashionMNIST(source="synthetic", val_size=0)
-    with pytest.warns(UserWarning, match="made-up images; no accuracy means anything"):
+    with pytest.warns(UserWarning, match="random images; the accuracy is meaningless"):
         data.prepare_data()
     data.setup("fit")
     assert data.summary.startswith("60,000 train, 10,000 val, 10,000 test; SYNTHETIC images")

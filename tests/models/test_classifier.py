@@ -177,14 +177,22 @@ def test_batches_that_are_refused(make_trainer):
     images: Any = DataLoader([{"label": 0}])  # type: ignore[arg-type]
     for options, loader, told in (
         ({}, tokens("y"), "found no target; the batch is a dict of input_ids, attention_mask, y:"),
-        ({}, rows, r"takes X, \(X, y\) or a dict; the batch is a list of 3: override this method"),
-        ({"flip_tta": True}, tokens("label"), "model.flip_tta: for images, not for a dict"),
-        ({}, images, "gives self.net what it does not take: missing a required argument: 'input_"),
+        (
+            {},
+            rows,
+            r"supports X, \(X, y\) or a dict; the batch is a list of 3: override this method",
+        ),
+        ({"flip_tta": True}, tokens("label"), "model.flip_tta: need images, not a dict"),
+        (
+            {},
+            images,
+            "does not match the signature of self.net: missing a required argument: 'input_",
+        ),
     ):
         with pytest.raises(ValueError, match=told):
             make_trainer().fit(Tokens(**options), loader)
     with pytest.raises(
-        ValueError, match=r"model.flip_tta: for images \(N, C, H, W\), not \(2, 5\)"
+        ValueError, match=r"model.flip_tta: needs images \(N, C, H, W\), not \(2, 5\)"
     ):
         LeNet(flip_tta=True).eval()(torch.zeros(2, 5))
     with pytest.raises(IndexError, match="Target -100 is out of bounds"):
@@ -265,10 +273,10 @@ class Own(LeNet):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"make": lambda: {"acc": MulticlassF1Score(10)}}, "make_metrics: acc is logged already"),
+        ({"make": lambda: {"acc": MulticlassF1Score(10)}}, "make_metrics: acc is reserved"),
         (
             {"make": lambda: MetricCollection({"loss": MulticlassF1Score(10, average=None)})},
-            "make_metrics: loss is logged already: rename it",
+            "make_metrics: loss is reserved: use",
         ),
         ({"make": lambda: None}, "make_metrics must return a MetricCollection or a dict"),
         ({"make": lambda: MulticlassF1Score(10)}, "make_metrics must return a MetricCollection"),
@@ -285,10 +293,14 @@ def test_what_a_subclass_must_not_return(options, said, make_data, make_trainer)
 
 def test_mistakes_raise_a_value_error(make_data, make_trainer):
     for kwargs, epochs, said in (
-        ({"lr_scheduler": OneCycle}, -1, r"total_steps: for how long\? Set trainer\.max_epochs"),
+        ({"lr_scheduler": OneCycle}, -1, r"total_steps: unknown length: set trainer\.max_epochs"),
         ({"lr": -1}, 1, r"model\.lr, .*Invalid learning rate: -1"),
-        ({"num_classes": 1}, 1, r"logits of shape \(64, 1\): of one logit, the largest one says"),
-        ({"lr": 0.1, "optimizer": AdamW}, 1, r"model\.lr=0\.1 is SGD's: set model\.optimizer\.lr"),
+        ({"num_classes": 1}, 1, r"logits of shape \(64, 1\): must have two or more columns"),
+        (
+            {"lr": 0.1, "optimizer": AdamW},
+            1,
+            r"model\.lr=0\.1 applies only to SGD: use model\.optimizer\.lr",
+        ),
     ):
         with pytest.raises(ValueError, match=said):
             make_trainer(max_epochs=epochs).fit(LeNet(**kwargs), make_data())

@@ -81,8 +81,8 @@ def test_the_command_line_is_its_own(stars):
 def test_it_trains_and_resumes(project, stars, tmp_path):
     """Its own tests train it in a process of its own; all else runs in this one."""
     tests = runpy.run_path(str(project / "tests" / "test_stars.py"))
-    tests["test_the_model_takes_images"]()
-    tests["test_an_epoch_is_every_sample_once"]()
+    tests["test_model_output_shape"]()
+    tests["test_epoch_contains_every_sample_once"]()
     tests["test_fit_learns"](tmp_path / "learns")
     status, out = stars("fit", *FEW, "--run_dir=runs/first", "--trainer.max_epochs=1")
     assert status == 0 and "data:     MyData 1,000 train, 1,000 val, 1,000 test" in out
@@ -107,9 +107,9 @@ def test_it_sweeps(main, stars, monkeypatch):
 
 REFUSED = {
     "there": "there exists",
-    "my-project": "my-project cannot be the name of a package",
-    "class": "class cannot be the name of a package",
-    "torch": "Python has a package torch already",
+    "my-project": "my-project is not a valid package name",
+    "class": "class is not a valid package name",
+    "torch": "a package torch exists already",
 }
 
 

@@ -84,7 +84,7 @@ def test_which_checkpoint_is_the_best(options, told, fit, own, capfd, recwarn):
     assert fit("--trainer.max_epochs=2", *options.split(), "--run_dir=a") == 0
     out = capfd.readouterr().out
     assert f"\n{told}" in out
-    unlogged = "--checkpoint.monitor=val_other was not logged; logged were: "
+    unlogged = "--checkpoint.monitor=val_other was not logged; logged metrics: "
     assert any(unlogged in str(each.message) for each in recwarn) == ("val_other" in options)
     assert fit("--resume=a") == 0
     out = capfd.readouterr().out
@@ -171,7 +171,7 @@ def test_weights_from_elsewhere(run, fit, own, capfd):
     assert "head.pth: skipped net.4.bias, more\n" in capfd.readouterr().out
     for line, told in {
         "--weights=head.pth": "Error(s) in loading state_dict for Net",
-        "--weights=other.pth --model=own_more.Loose": "other.pth contains no weights of the model: ['fc",
+        "--weights=other.pth --model=own_more.Loose": "other.pth matches no weights: ['fc",
     }.items():
         assert fit(*start, *line.split(), "--run_dir=refused") == 2
         assert told in capfd.readouterr().err

@@ -127,7 +127,7 @@ def test_the_newest_run(fit, tmp_path, capfd):
     assert fit("--resume=last") == 0
     none, short, taken = capfd.readouterr().out.splitlines()[:3]
     skipped = "--resume=last: skipped: --resume=runs"
-    assert none == f"{skipped}/none: the run saves no checkpoints (enable_checkpointing)"
+    assert none == f"{skipped}/none: it saved no checkpoint (enable_checkpointing)"
     assert short.startswith(f"{skipped}/short: the run finished without a last.ckpt: use `test ")
     assert taken == f"--resume=last: runs/{stopped.name}"
     assert read_run_json(stopped)["end"]["epochs"] == 2
@@ -219,7 +219,7 @@ def test_a_damaged_run_is_refused(run, fit, capfd, monkeypatch):
     torch.save({**content, "hyper_parameters": Pwned()}, path)
     assert "or with objects that torch.load considers unsafe" in refused()
     torch.save({**content, "lightning_mgpu": {"streams": 1}}, path)
-    assert "last.ckpt was written by a different version" in refused()
+    assert "last.ckpt is of a different version" in refused()
     torch.save({**content, "optimizer_states": []}, path)
     assert "last.ckpt contains 0 optimizer states, but the model has 1: start a" in refused()
     states = {**content["optimizer_states"][0]}
@@ -251,7 +251,7 @@ def test_a_run_without_a_last_checkpoint_is_not_trained_again(fit, tmp_path, cap
     assert "stopped; start again\n" in capfd.readouterr().out
     before = metrics(tmp_path / "a")
     assert fit("--resume=a") == 2
-    assert "the run saves no checkpoints (enable_checkpointing)" in capfd.readouterr().err
+    assert "it saved no checkpoint (enable_checkpointing)" in capfd.readouterr().err
     assert metrics(tmp_path / "a") == before
 
 

@@ -1,4 +1,4 @@
-"""The classes named here are found by their short names: `--model=MyModel`, `--data=MyData`."""
+"""Classes imported here can be used by their short names: `--model=MyModel`, `--data=MyData`."""
 
 from my_project.data import MyData
 from my_project.model import MyModel

@@ -7,20 +7,20 @@ from torch.utils.data import DataLoader, TensorDataset
 
 
 class MyData(LightningDataModule):
-    """Images (1, 28, 28) of noise in which one of ten rows is brighter. The row is the class.
+    """Noise images (1, 28, 28) with one of ten rows brighter: the row is the class.
 
-    Replace `make_images`. `batch_loader` takes any dataset with a length.
+    Replace `make_images`. `batch_loader` supports any map-style dataset.
 
     Args:
-        batch_size: The global batch, over all devices.
-        num_train: How many images to train on.
+        batch_size: Global batch size, over all devices.
+        num_train: Number of training images.
     """
 
     def __init__(self, batch_size: int = 256, num_train: int = 10000) -> None:
         super().__init__()
         self.batch_size, self.num_train = batch_size, num_train
         self.classes = [f"row {row}" for row in range(10)]  # names, for pictures and tables
-        self.summary = f"{num_train:,} train, 1,000 val, 1,000 test; made up"  # for the header
+        self.summary = f"{num_train:,} train, 1,000 val, 1,000 test; synthetic"  # for the header
 
     def setup(self, stage: str) -> None:
         self.train_set = make_images(self.num_train, seed=0)
@@ -41,7 +41,7 @@ class MyData(LightningDataModule):
 
 
 def make_images(num: int, seed: int) -> TensorDataset:
-    """X (num, 1, 28, 28) and y (num,). Every process makes the same ones."""
+    """X (num, 1, 28, 28) and y (num,), identical in every process."""
     generator = torch.Generator().manual_seed(seed)
     y = torch.randint(10, (num,), generator=generator)
     X = torch.randn(num, 1, 28, 28, generator=generator)

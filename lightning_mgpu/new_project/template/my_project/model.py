@@ -11,12 +11,12 @@ from torchmetrics.classification import MulticlassF1Score
 class MyModel(Classifier):
     """A small convolutional network on images (N, 1, 28, 28).
 
-    `Classifier` brings the steps, the metrics, `--model.lr`, `--model.optimizer` and
-    `--model.lr_scheduler`. Any other LightningModule works too.
+    `Classifier` provides the steps, the metrics, `--model.lr`, `--model.optimizer` and
+    `--model.lr_scheduler`. Any other LightningModule also works.
 
     Args:
         width: Channels of the first layer; the second one has twice as many.
-        num_classes: Width of the logits.
+        num_classes: Number of classes.
     """
 
     def __init__(self, width: int = 16, num_classes: int = 10, **kwargs: Any) -> None:
@@ -31,5 +31,5 @@ class MyModel(Classifier):
         )
 
     def make_metrics(self) -> MetricCollection:
-        """Logged beside the loss and the accuracy: `val_f1` can be `--checkpoint.monitor`, with a mode."""
+        """Additional metrics. To monitor F1: `--checkpoint.monitor=val_f1 --checkpoint.mode=max`."""
         return MetricCollection({"f1": MulticlassF1Score(self.num_classes)})

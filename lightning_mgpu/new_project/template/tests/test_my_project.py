@@ -1,4 +1,4 @@
-"""The parts by themselves, and a short training through the command line."""
+"""Unit tests, and a short training run from the command line."""
 
 import subprocess
 import sys
@@ -9,11 +9,11 @@ import torch
 from my_project import MyData, MyModel
 
 
-def test_the_model_takes_images() -> None:
+def test_model_output_shape() -> None:
     assert MyModel(width=4)(torch.zeros(2, 1, 28, 28)).shape == (2, 10)
 
 
-def test_an_epoch_is_every_sample_once() -> None:
+def test_epoch_contains_every_sample_once() -> None:
     data = MyData(batch_size=300, num_train=1000)
     data.setup("fit")
     sizes = [len(y) for X, y in data.train_dataloader()]
