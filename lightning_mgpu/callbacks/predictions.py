@@ -48,9 +48,7 @@ class PredictionWriter(BasePredictionWriter):
 
 def gather_tables(trainer: Any, own: dict | None) -> list[dict | None]:
     """The tables of all processes."""
-    if control := getattr(
-        trainer.strategy, "control", None
-    ):  # its wait can be interrupted by Ctrl-C
+    if control := getattr(trainer.strategy, "control", None):  # can be interrupted by Ctrl-C
         return list(control.all_gather_objects(own, "predictions"))
     tables = [own] * trainer.world_size
     if trainer.world_size > 1:

@@ -1,5 +1,3 @@
-"""The command line. `main.py` dispatches to a subcommand, `options.py` merges files and flags.
-
-For `fit`, `training_cli.py` parses the options, builds model, data and Trainer, trains, tests the
-best checkpoint and prints a summary. The callbacks in `runs/` write the files of a run.
+"""The command line: `main.py` dispatches, `options.py` merges files and flags, `training_cli.py`
+builds model, data and Trainer, trains, and tests the best checkpoint.
 """

@@ -35,11 +35,7 @@ def reject_code_of_runs(args: list[str], name: str, path: Any = None, target: An
 
 
 def check_class_paths(config: Any, name: str = "") -> None:
-    """Reject a `class_path` that is not a class: jsonargparse would even call os.system.
-
-    Raises:
-        UsageError: With the option's dotted name and the path.
-    """
+    """Raise a UsageError if a `class_path` is a function: jsonargparse would call os.system."""
     if isinstance(config, list):
         config = dict(enumerate(config))
     for key, value in config.items() if isinstance(config, dict) else ():

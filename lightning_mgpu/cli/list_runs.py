@@ -1,6 +1,5 @@
 """List the runs under a directory in a table, the newest last.
 
-    python -m lightning_mgpu runs
     python -m lightning_mgpu runs sweeps/lenet_lr
     python -m lightning_mgpu runs --columns=model.lr,val_acc --sort=val_acc
     python -m lightning_mgpu runs --csv > runs.csv

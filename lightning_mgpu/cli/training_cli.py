@@ -302,5 +302,5 @@ print_once = rank_zero_only(partial(print, flush=True))
 
 
 def as_list(value: Any) -> list[Any]:
-    """A list of callbacks or loggers, of which Lightning also accepts one or None."""
+    """A list of callbacks or loggers, from a list, a single object or None."""
     return value if isinstance(value, list) else [] if value is None else [value]

@@ -72,9 +72,7 @@ class FashionMNIST(LightningDataModule):
         device = trainer.strategy.root_device if self.device_resident and trainer else "cpu"
         (images, labels), test = self._load(train=True), self._load(train=False)
         if self.val_size >= len(images):
-            raise ValueError(
-                f"data.val_size={self.val_size} must be less than the {len(images)} images"
-            )
+            raise ValueError(f"data.val_size={self.val_size}: must be less than {len(images)}")
         # must never change: else old checkpoints would be validated on their training images
         order = torch.randperm(len(images), generator=torch.Generator().manual_seed(self.seed))
         val, train = (part.sort().values for part in order.tensor_split([self.val_size]))

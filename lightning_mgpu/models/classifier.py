@@ -98,9 +98,7 @@ class Classifier(LightningModule):
     ) -> None:
         super().__init__()
         if lr is not None and optimizer is not None:
-            raise ValueError(
-                f"model.lr={lr} applies only to SGD: use model.optimizer.lr, and model.lr=null."
-            )
+            raise ValueError(f"model.lr={lr} is for SGD: use model.optimizer.lr and model.lr=null.")
         # checkpoints must not pickle functions
         self.save_hyperparameters(logger=False)
         for name in [name for name, value in self.hparams.items() if callable(value)]:
@@ -143,8 +141,8 @@ class Classifier(LightningModule):
         """Split a batch into the inputs of `forward` and labels (N,), or `None` without labels.
 
         Supports (X, y), X, (X,), and dicts: the target is `labels`, `label` or `target`, and all
-        other entries are keyword arguments of `self.net`. Override this method for other batches:
-        all steps, and the pictures of a test, use it.
+        other entries are keyword arguments of `self.net`. Override this method for different
+        batches: all steps, and the pictures of a test, use it.
 
         Raises:
             ValueError: If the batch is none of these.

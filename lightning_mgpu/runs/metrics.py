@@ -56,9 +56,7 @@ class MetricsFile(NoLogger):
         self.columns: list[str] = []
         self.seconds = 0.0  # before resuming
         if num_steps is not None:
-            rows = [
-                row for row in read_rows(run_dir) if None not in {*row, *row.values()}
-            ]  # truncated rows
+            rows = [row for row in read_rows(run_dir) if None not in {*row, *row.values()}]  # torn
             self.columns = sorted({name for row in rows for name in row})
             try:
                 kept = [row for row in rows if int(row["step"] or num_steps) < num_steps]

@@ -51,7 +51,7 @@ MISTAKES = {  # a command line, and what its lines must say
     ),
     "fit --run_dir=a\0b": ("an argument contains a NUL",),
     f"fit {CPU} --trainer.devices=1 --data.source=synthetic --data.val_size=60000": (
-        "data.val_size=60000 must be less than the 60000",
+        "data.val_size=60000: must be less than 60000",
     ),
     f"fit {SMALL} --trainer.val_check_interval=1000": (
         "error: `val_check_interval` (1000) must be",

@@ -51,7 +51,7 @@ def test_options(monkeypatch):
     assert FashionMNIST().seed == 17 and FashionMNIST(seed=2).seed == 2
     with pytest.raises(ValueError, match="val_size=-1, crop_padding=2: must be non-neg"):
         FashionMNIST(val_size=-1)
-    with pytest.raises(ValueError, match="val_size=60000 must be less than the 60000"):
+    with pytest.raises(ValueError, match="val_size=60000: must be less than 60000"):
         FashionMNIST(source="synthetic", val_size=60_000).setup("fit")
     data = FashionMNIST(source="synthetic", val_size=0)
     with pytest.warns(UserWarning, match="random images; the accuracy is meaningless"):

@@ -299,7 +299,7 @@ def test_mistakes_raise_a_value_error(make_data, make_trainer):
         (
             {"lr": 0.1, "optimizer": AdamW},
             1,
-            r"model\.lr=0\.1 applies only to SGD: use model\.optimizer\.lr",
+            r"model\.lr=0\.1 is for SGD: use model\.optimizer\.lr",
         ),
     ):
         with pytest.raises(ValueError, match=said):
