@@ -67,7 +67,7 @@ class Sweep:
             raise ValueError(f"goal: {self.goal}: must be minimize or maximize")
         if "early_terminate" in yaml:
             raise ValueError(
-                "early_terminate: not supported, every trial runs to its end: remove it"
+                "early_terminate: not supported, all trials run to their end: remove it"
             )
         # in the YAML's order, as --model comes before --model.lr
         self.space = {name: distribution(name, spec) for name, spec in specs.items()}

@@ -138,7 +138,5 @@ def batch_loader(
     new_sampler = GlobalBatchSampler if shuffle else SequentialBatchSampler
     sampler = new_sampler(num, batch_size, shuffle, seed, drop_last, *share)
     reader = ShardReader(dataset, collate_fn)
-    kwargs["generator"] = (
-        torch.Generator()
-    )  # else it would advance the global generator, which dropout uses
+    kwargs["generator"] = torch.Generator()  # keeps the global one, which dropout uses, unchanged
     return BatchLoader(reader, batch_size=None, sampler=sampler, collate_fn=take_batch, **kwargs)  # type: ignore[arg-type]

@@ -58,7 +58,7 @@ def load_weights(module: LightningModule, path: str) -> list[str]:
     strict = module.strict_loading  # True: raises for mismatches
     fits = [n for n in given if strict or (n in own and given[n].shape == own[n].shape)]
     if not fits:
-        raise UsageError(f"{path} matches no weights: {[*given][:3]}, not {[*own][:3]}")
+        raise UsageError(f"{path} has no matching weights: {[*given][:3]}, not {[*own][:3]}")
     module.load_state_dict({name: given[name] for name in fits}, strict=strict)
     return [name for name in own | given if name not in fits]
 
@@ -73,9 +73,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             (np.float64, np.integer, np.bool_),  # not np.float32: as a float it prints more digits
             lambda number: number.item(),
             checkpoint,
-            is_leaf=lambda part: hasattr(
-                part, "_metadata"
-            ),  # a state_dict, whose copy would lose it
+            is_leaf=lambda part: hasattr(part, "_metadata"),  # of a state_dict; copies lose it
         )
         torch.save(plain, content := BytesIO())
         content.seek(0)

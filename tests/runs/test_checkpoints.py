@@ -171,7 +171,7 @@ def test_weights_from_elsewhere(run, fit, own, capfd):
     assert "head.pth: skipped net.4.bias, more\n" in capfd.readouterr().out
     for line, told in {
         "--weights=head.pth": "Error(s) in loading state_dict for Net",
-        "--weights=other.pth --model=own_more.Loose": "other.pth matches no weights: ['fc",
+        "--weights=other.pth --model=own_more.Loose": "other.pth has no matching weights: ['fc",
     }.items():
         assert fit(*start, *line.split(), "--run_dir=refused") == 2
         assert told in capfd.readouterr().err
