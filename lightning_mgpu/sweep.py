@@ -31,9 +31,10 @@ from lightning_mgpu.tools import LAST, UsageError, atomic_write, make_parser, pr
 def sweep_command(arguments: list[str]) -> None:
     parser = make_parser("sweep", __doc__)
     add = parser.add_argument
-    add("--config", action="append", required=True, help="sweep YAML; further ones go to `fit`")
-    add("--count", type=int, help="number of trials (default: `run_cap`)")
-    add("--sweep_dir", type=Path, help="directory of the trials (default: sweeps/NAME)")
+    text = "YAML file of the sweep; further files are passed to `fit`"
+    add("--config", action="append", required=True, metavar="FILE", help=text)
+    add("--count", type=int, metavar="N", help="number of trials (default: `run_cap`)")
+    add("--sweep_dir", type=Path, metavar="DIR", help="directory of trials (default: sweeps/FILE)")
     options, fit_args = parser.parse_known_args(arguments)
     config, *fit_configs = options.config
     fit_args = [*(f"--config={path}" for path in fit_configs), *fit_args]
@@ -66,9 +67,7 @@ class Sweep:
         if self.goal not in ("minimize", "maximize"):
             raise ValueError(f"goal: {self.goal}: must be minimize or maximize")
         if "early_terminate" in yaml:
-            raise ValueError(
-                "early_terminate: not supported, all trials run to their end: remove it"
-            )
+            raise ValueError("early_terminate: not supported, trials run to their end: remove it")
         # in the YAML's order, as --model comes before --model.lr
         self.space = {name: distribution(name, spec) for name, spec in specs.items()}
         fixed = [name for name in specs if "value" in specs[name]]

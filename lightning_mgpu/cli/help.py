@@ -15,16 +15,16 @@ TOOLS = {  # functions of the other subcommands; each is called with the argumen
     "network": "lightning_mgpu.lab.network.cli:network_command",
 }
 DESCRIPTIONS = {
-    "fit": "train a model, then test its best checkpoint",
-    "validate": "evaluate a checkpoint on the validation set",
-    "test": "evaluate a checkpoint on the test set",
-    "predict": "write the predictions of a checkpoint to predictions.csv",
-    "sweep": "search hyperparameters, one `fit` per trial",
-    "benchmark": "time training steps of strategies, models and options",
-    "runs": "list runs with their options and metrics",
-    "new": "create a project that depends on this package",
-    "trace": "trace the messages of an allreduce",
-    "network": "run a subcommand on an emulated network",
+    "fit": "Train a model, then test its best checkpoint",
+    "validate": "Evaluate a checkpoint on the validation set",
+    "test": "Evaluate a checkpoint on the test set",
+    "predict": "Write the predictions of a checkpoint to predictions.csv",
+    "sweep": "Search hyperparameters, one `fit` per trial",
+    "benchmark": "Time training steps of strategies, models and options",
+    "runs": "List runs with their options and metrics",
+    "new": "Create a project that depends on this package",
+    "trace": "Trace the messages of an allreduce",
+    "network": "Run a subcommand on an emulated network",
 }
 OPTIONS = {
     "--config FILE": "YAML file, also looked up in configs/; later files and flags override it",
@@ -78,5 +78,5 @@ def short_help(args: list[str]) -> str | None:
     if args[0] not in TRAINER_SUBCOMMANDS or not {"-h", "--help"} & {*args}:
         return None
     lines = [f"  {name:<32}{text}\n" for name, text in OPTIONS.items()]
-    usage = f"usage: {command()} {args[0]} [options]\n\n{DESCRIPTIONS[args[0]]}\n\noptions:\n"
+    usage = f"usage: {command()} {args[0]} [options]\n\n{DESCRIPTIONS[args[0]]}.\n\noptions:\n"
     return usage + "".join(lines)

@@ -24,7 +24,7 @@ from lightning_mgpu.tools import UsageError, make_parser, printable
 def runs_command(args: list[str]) -> None:
     parser = make_parser("runs", __doc__)
     add = parser.add_argument
-    add("directory", type=Path, nargs="?", default="runs", help="where to look (default: runs)")
+    add("directory", type=Path, nargs="?", default="runs", help="directory of runs (default: runs)")
     add("--columns", metavar="A,B", help="columns to print, in this order")
     add("--sort", metavar="A", help="column to sort by, the largest value last (default: time)")
     add("--csv", action="store_true", help="print all columns and digits as CSV")
