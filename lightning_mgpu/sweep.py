@@ -1,6 +1,5 @@
 """Search hyperparameters: one YAML file, one `fit` per trial; no account or server.
 
-    python -m lightning_mgpu sweep --config sweep/lenet_lr.yaml
     python -m lightning_mgpu sweep --config sweep/lenet_lr.yaml --count 4 --trainer.max_epochs=2
 
 Other arguments are passed to every `fit`. Run the same command again to continue an interrupted
