@@ -1,7 +1,7 @@
 """Create a project that depends on this package: model, data, configuration and tests.
 
-    python -m lightning_mgpu new ../my_project
-    python -m lightning_mgpu new ../my_project --from git+https://github.com/OWNER/lightning_mgpu
+python -m lightning_mgpu new ../my_project
+python -m lightning_mgpu new ../my_project --from git+https://github.com/OWNER/lightning_mgpu
 """
 
 import keyword
