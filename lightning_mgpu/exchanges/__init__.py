@@ -1,7 +1,4 @@
-"""Exchanges: one replica's side of an allreduce, a generator of ten lines. Can be deleted.
-
-docs/exchanges.md says how to write one.
-"""
+"""Communication hooks, as generators of ten lines (docs/exchanges.md). Can be deleted."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""Tries an exchange on small tensors before it trains."""
+"""Runs an exchange on small tensors before training starts."""
 
 from copy import deepcopy
 from io import BytesIO
@@ -21,14 +21,14 @@ def check_exchange(
     dtype: torch.dtype = torch.float32,
     shapes: Any = SHAPES,
 ) -> bool:
-    """Call an exchange as a strategy does, with 2, 3 and 4 replicas; returns if it keeps a state.
+    """Call an exchange like a strategy does, with 2, 3 and 4 replicas; return whether it has state.
 
-    `name` is what a message names, if `function` is something around it.
+    `name` appears in error messages instead of the function's path.
 
     Raises:
-        ValueError: One line, if replicas return other bits than each other, or send at other times
-            or in other shapes; if a tensor like X is not returned; if equal inputs and states give
-            other bits when it is called again; if a state holds objects of classes.
+        ValueError: If results are not bitwise identical in all replicas, or in a second call with
+            equal inputs and states; if replicas send different shapes, or at different times; if
+            a result does not have the shape, dtype and device of X; if a state contains objects.
     """
     like = {str(shape): torch.zeros(shape, device=device, dtype=dtype) for shape in shapes}
     has_state = False
@@ -36,20 +36,20 @@ def check_exchange(
         try:
             first, again = (call_three_times(function, k, like) for _ in range(2))
             if first != again:
-                raise RuntimeError("equal inputs and states give other bits in a second call")
+                raise RuntimeError("equal inputs and states give different results")
             if classes := get_unsafe_globals_in_checkpoint(BytesIO(first)):
-                raise TypeError(f"a state holds objects of {classes}: keep tensors, numbers, text")
+                raise TypeError(f"a state contains {classes}: use tensors, numbers, strings")
             _, datas = torch.load(BytesIO(first), weights_only=True)
         except Exception as error:
-            what = f"{type(error).__name__}: {' '.join(str(error).split())}"
-            where = f"exchange {name or path_of(function)} with {dtype}"
-            raise ValueError(f"{where}: {what}") from error
-        has_state |= any(data for each in datas for data in each.values())
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            title = f"exchange {name or path_of(function)} with {dtype}"
+            raise ValueError(f"{title}: {reason}") from error
+        has_state |= any(data for by_name in datas for data in by_name.values())
     return has_state
 
 
 def call_three_times(exchange: Any, k: int, like: dict[str, Tensor]) -> bytes:
-    """The results of three calls, each with the states of the call before, and the last states."""
+    """Serialize the results of three calls, which share states, and the final states."""
     generator = torch.Generator().manual_seed(0)
     datas: list[dict[str, Any]] = [{name: {} for name in like} for _ in range(k)]
     returned, plan = list[Tensor](), RoundLayout()
@@ -58,16 +58,16 @@ def call_three_times(exchange: Any, k: int, like: dict[str, Tensor]) -> bytes:
             {name: torch.randn(p.shape, generator=generator).to(p) for name, p in like.items()}
             for _ in range(k)
         ]
-        if call == 2:  # as of a shard that has no gradient
+        if call == 2:  # like a shard without a gradient
             replicas[0] = {name: torch.zeros_like(p) for name, p in like.items()}
         datas = deepcopy(datas)  # as the strategy does
         states = [
-            {name: State(name, replica, k, data) for name, data in each.items()}
-            for replica, each in enumerate(datas)
+            {name: State(name, replica, k, data) for name, data in by_name.items()}
+            for replica, by_name in enumerate(datas)
         ]
         returned += run_here(run_exchanges(exchange, replicas, states, 1, plan))[0]
         if not all(X.isfinite().all() for X in returned):
-            raise RuntimeError("gradients of zeros give a result that is not finite")
+            raise RuntimeError("a gradient of zeros gives non-finite results")
     torch.save(move_data_to_device([returned, datas], "cpu"), content := BytesIO())
     return content.getvalue()
 

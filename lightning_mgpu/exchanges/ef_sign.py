@@ -1,4 +1,4 @@
-"""One bit per entry (Karimireddy et al., 2019, 'Error Feedback Fixes SignSGD')."""
+"""EF-signSGD: one bit per entry (Karimireddy et al., 2019, 'Error Feedback Fixes SignSGD')."""
 
 from collections.abc import Generator
 from typing import Any
@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 
 def ef_sign(X: Tensor, state: dict) -> Generator[Any, Any, Tensor]:
-    """Send the signs, eight in a byte, and the mean size of an entry. The error waits in `rest`."""
+    """Send the signs, eight per byte, and the mean magnitude. Keep the error in `residual`."""
     whole = X.flatten() + state.get("residual", 0)
     scale, places = whole.abs().mean(), 2 ** torch.arange(8, device=X.device)
     bits = F.pad(whole >= 0, (0, -len(whole) % 8)).view(-1, 8)
@@ -20,5 +20,5 @@ def ef_sign(X: Tensor, state: dict) -> Generator[Any, Any, Tensor]:
         return torch.where(is_positive, scale, -scale)
 
     state["residual"] = whole - unpack(packed, scale)
-    signs = [unpack(*each) for each in (yield packed, scale)]
+    signs = [unpack(*pair) for pair in (yield packed, scale)]
     return sum(signs, torch.zeros_like(whole)).view_as(X)

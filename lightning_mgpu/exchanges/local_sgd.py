@@ -1,11 +1,11 @@
-"""Weights now and then: replicas train apart, and every H updates they exchange how far they came.
+"""Local SGD and DiLoCo: replicas train locally, and synchronize their weights every H steps.
 
-Local SGD (McMahan et al., 2017; Stich, 2019) goes on from the mean of the replicas' weights. DiLoCo
-(Douillard et al., 2023) takes their mean difference to the last common weights as a gradient, for a
-step of SGD with Nesterov momentum. Local SGD is that step with `lr` 1 and no momentum.
+Local SGD (McMahan et al., 2017; Stich, 2019) continues from the mean of the replicas' weights.
+DiLoCo (Douillard et al., 2023) passes the mean pseudo-gradient to an outer optimizer, SGD with
+Nesterov momentum. Local SGD is the same with an outer learning rate of 1 and no momentum.
 
-With a delay, replicas train on while differences travel, as in Streaming DiLoCo (Douillard et al.,
-2025) and Overlap Local SGD (Wang et al., 2020).
+With a delay, training continues while pseudo-gradients are in flight, as in Streaming DiLoCo
+(Douillard et al., 2025) and Overlap Local SGD (Wang et al., 2020).
 """
 
 from collections.abc import Callable, Generator
@@ -36,7 +36,7 @@ set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_p
 
 
 def nesterov(mean: Tensor, state: Any, lr: float = 1.0, momentum: float = 0.0) -> Tensor:
-    """The outer step: from the mean difference, old minus new, to what is subtracted from old."""
+    """The default outer optimizer. Returns what is subtracted from the synchronized weights."""
     if momentum:
         state["velocity"] = mean + momentum * state.get("velocity", 0)
         mean = mean + momentum * state["velocity"]
@@ -46,7 +46,7 @@ def nesterov(mean: Tensor, state: Any, lr: float = 1.0, momentum: float = 0.0) -
 def exchange_and_step(
     exchange: Any, outer: Callable[[Tensor, Any], Tensor], difference: Tensor, state: Any
 ) -> Generator[Any, Any, Tensor]:
-    """An exchange whose result is to be subtracted from the common weights."""
+    """Exchange a pseudo-gradient, and apply the outer optimizer to the result."""
     mean = yield from exchange(difference, state)
     return outer(mean, state.setdefault("outer", {}))
 
@@ -103,8 +103,8 @@ class LocalSGDStrategy(ExchangeStrategy):
             raise ValueError(f"{sync_every=}: must be a positive integer")
         if outer_step and (outer_lr, outer_momentum) != (1, 0):
             raise ValueError(
-                "`outer_lr` and `outer_momentum`, which exchange_diloco sets, need the default of "
-                "`outer_step`: use exchange_local_sgd"
+                "`outer_lr` and `outer_momentum`, set by exchange_diloco, configure the default "
+                "`outer_step` only: use exchange_local_sgd"
             )
         if not 0 <= sync_delay <= sync_every:
             raise ValueError(f"{sync_delay=}: must be from 0 to {sync_every=}")
@@ -135,26 +135,26 @@ class LocalSGDStrategy(ExchangeStrategy):
             return
         averages = WeightAveraging, StochasticWeightAveraging
         callbacks: Any = vars(trainer)["callbacks"]
-        has_average = any(isinstance(each, averages) for each in callbacks)
+        has_average = any(isinstance(callback, averages) for callback in callbacks)
         if self._layer_sync is not None or has_average:
             raise MisconfigurationException(
-                "An exchange of weights now and then needs no sync_batchnorm, and no callback that "
-                "averages weights."
+                "Local SGD and DiLoCo do not support sync_batchnorm, or callbacks that average "
+                "weights: remove them."
             )
         if self.sync_delay and self.root_device.type != "cpu":
-            raise MisconfigurationException("An exchange with a delay works between CPUs only.")
+            raise MisconfigurationException("`sync_delay` is supported on CPUs only: use 0.")
         if self.sync_delay and not self.is_single_process:
-            set_timeout(timedelta(days=365), self.sync.group)  # `wait` gives up, at the arrival
+            set_timeout(timedelta(days=365), self.sync.group)  # `wait` has its own, on receipt
 
     def reset_states(self) -> None:
         super().reset_states()
-        self._num_updates = self._invariants = 0  # since differences have left
-        self._is_under_way, self.weights_are_equal = False, True
-        self._weights: Gradients = {}  # the last common ones
+        self._num_updates = self._invariants = 0  # since the last synchronization
+        self._in_flight, self.weights_are_equal = False, True
+        self._weights: Gradients = {}  # last synchronized
 
     @torch.no_grad()
     def exchange_gradients(self, gradients: Gradients, share: float) -> None:
-        """Nothing is sent: the gradient is the mean over this replica's own shard."""
+        """Send nothing: the gradient is the mean over the local shard."""
         invariants = [shard.invariants for shard in self.shards]
         self._invariants = crc32(repr(invariants).encode(), self._invariants)
         sums = {p: torch.empty_like(p).copy_(g) for p, g in gradients.items()}
@@ -170,7 +170,7 @@ class LocalSGDStrategy(ExchangeStrategy):
         return [p for p in self.module.parameters() if p.requires_grad]
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        if not self._weights:  # before a closure moves them, as SAM's do
+        if not self._weights:  # before a closure changes them, as in SAM
             self._weights = {p: p.detach().clone() for p in self._find_trained()}
         return super().training_step(*args, **kwargs)
 
@@ -178,9 +178,9 @@ class LocalSGDStrategy(ExchangeStrategy):
         self._num_updates += 1
         self.weights_are_equal = False
         if self._num_updates == self.sync_delay:
-            self._receive_differences()
+            self._receive_pseudo_gradients()
         if self._num_updates == self.sync_every:
-            self._send_differences() if self.sync_delay else self.exchange_weights()
+            self._send_pseudo_gradients() if self.sync_delay else self.exchange_weights()
 
     def on_train_end(self) -> None:
         self.exchange_weights()
@@ -188,57 +188,57 @@ class LocalSGDStrategy(ExchangeStrategy):
 
     def teardown(self) -> None:
         super().teardown()
-        self._is_under_way, self.weights_are_equal = False, True  # a fit may have failed
+        self._in_flight, self.weights_are_equal = False, True  # a fit may have failed
 
     @torch.no_grad()
     def exchange_weights(self) -> None:
         """Make the weights of all replicas equal: an outer step, for which they wait."""
         if self.weights_are_equal or self.module.trainer.interrupted:
             return
-        self._receive_differences()
+        self._receive_pseudo_gradients()
         self.weights_are_equal, self._num_updates = True, 0
         self.has_run = False
-        args = self._find_differences(), "weights to exchange", self._sum_up(), True
+        args = self._compute_pseudo_gradients(), "weights to exchange", self._sum_up(), True
         self._move_weights(self.sum_over_replicas(*args), mix=0)
         self._weights = {}
 
     @torch.no_grad()
-    def _send_differences(self) -> None:
-        """Let them leave, and what the processes compare with them. Buffers stay."""
-        self.sync.send(self._find_differences(), self._sum_up())
-        self._is_under_way, self._num_updates = True, 0
+    def _send_pseudo_gradients(self) -> None:
+        """Send pseudo-gradients and invariants, without buffers."""
+        self.sync.send(self._compute_pseudo_gradients(), self._sum_up())
+        self._in_flight, self._num_updates = True, 0
 
     @torch.no_grad()
-    def _receive_differences(self) -> None:
-        """Wait for those under way, and make the outer step."""
-        if not self._is_under_way:
+    def _receive_pseudo_gradients(self) -> None:
+        """Wait for pseudo-gradients in flight, and apply the outer step."""
+        if not self._in_flight:
             return
-        self._is_under_way = False
+        self._in_flight = False
         self._move_weights(self.commit_states(self.sync.receive()), self.mix)
 
-    def _find_differences(self) -> Gradients:
+    def _compute_pseudo_gradients(self) -> Gradients:
         if {*self._find_trained()} != {*self._weights}:
             raise RuntimeError(
-                "Between two exchanges of weights, `requires_grad` must not change: change it "
+                "`requires_grad` has changed between two synchronizations of weights: change it "
                 "right after an evaluation or a checkpoint."
             )
         return {p: (X - p) / self.world_size for p, X in self._weights.items()}
 
     def _sum_up(self) -> dict[str, int]:
-        """Invariants since differences were sent for the last time."""
-        lrs = [group["lr"] for each in self.optimizers for group in each.param_groups]
+        """Invariants since the last synchronization."""
+        lrs = [group["lr"] for optimizer in self.optimizers for group in optimizer.param_groups]
         names = [name for name, p in self.module.named_parameters() if p in self._weights]
         invariants, self._invariants = self._invariants, 0
         return {"since_last": crc_of((invariants, checksum(lrs), names)), **self.batch_invariants()}
 
     def _move_weights(self, steps: Gradients, mix: float) -> None:
-        """The step of the common weights X. The replica goes on from X, or from its own and X."""
+        """Update the synchronized weights X, and continue from them, or from a mix with them."""
         for p, step in steps.items():
             X = self._weights[p].sub_(step)
             p.copy_(X.lerp(p, mix) if mix else X)
 
     def sync_buffers(self) -> None:
-        """After an update they are synchronized when weights are, and not in every step."""
+        """Synchronize buffers with the weights only, not in every step."""
         if self.weights_are_equal:
             super().sync_buffers()
 
@@ -251,7 +251,7 @@ class LocalSGDStrategy(ExchangeStrategy):
         super().on_validation_start()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The weights of a checkpoint: all processes ask for them, before anything else."""
+        """The weights of a checkpoint. All processes call this first, so they synchronize here."""
         self.exchange_weights()
         return super().lightning_module_state_dict()
 

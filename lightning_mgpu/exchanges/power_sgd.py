@@ -1,4 +1,4 @@
-"""A gradient as a product of two thin matrices (Vogels et al., 2019, 'PowerSGD')."""
+"""PowerSGD: low-rank gradient compression (Vogels et al., 2019, 'PowerSGD')."""
 
 from collections.abc import Generator
 from typing import Any
@@ -9,9 +9,9 @@ from torch import Tensor
 
 
 def power_sgd(X: Tensor, state: Any, rank: int = 2) -> Generator[Any, Any, Tensor]:
-    """A step of subspace iteration on the sum, from the last step's Q. The error waits in `rest`.
+    """One subspace iteration on the sum, from the previous Q. Keep the error in `residual`.
 
-    Rows are a layer's outputs. A tensor that is not smaller as two factors is sent whole.
+    Rows are a layer's outputs. Tensors that two factors would not compress are sent whole.
     """
     n, m = X.flatten(1).shape if X.ndim > 1 else (1, 1)
     if rank * (n + m) >= n * m:

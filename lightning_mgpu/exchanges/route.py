@@ -1,8 +1,8 @@
-"""The route of an exchange: its generators side by side, one per parameter and replica.
+"""Runs the generators of an exchange side by side, one per parameter and replica.
 
-In a round, every generator that is not over yields tensors. All tensors of a replica travel in one
-row of bytes, and every process gets the rows of all replicas, by one message. Replicas agree on the
-tensors of each round in a bucket's first update (`RoundLayout`), and may not change them later.
+In each round, every unfinished generator yields tensors. The tensors of a replica are packed into
+one buffer of bytes, and the buffers of all replicas are all-gathered. Replicas agree on shapes and
+dtypes of each round in a bucket's first update (`RoundLayout`), and may not change them later.
 """
 
 from collections import UserDict
@@ -21,7 +21,7 @@ Exchange = Generator[Any, Any, Any]
 
 
 class State(UserDict):
-    """A dict in which an exchange keeps tensors and plain values of a parameter between steps."""
+    """A dict for tensors and plain values that an exchange keeps between steps, per parameter."""
 
     def __init__(
         self, name: str, replica: int, num_replicas: int, data: dict[str, Any], seed: int = 0
@@ -34,7 +34,7 @@ class RoundLayout:
     """A description of what one replica sends in each round, by parameter.
 
     Args:
-        control: The control plane, by which processes compare what they send in the first update.
+        control: The control plane, for comparing layouts between processes in the first update.
             None: all replicas are in this process.
     """
 
@@ -42,22 +42,22 @@ class RoundLayout:
         self.control, self.rounds, self.is_complete = control, list[dict[str, str]](), False
 
     def check(self, number: int, sent: list[dict[str, Any]], running: Any) -> None:
-        """Raise a RuntimeError if a replica here does not send what the layout says."""
-        layouts = [{name: describe(x) for name, x in each.items()} for each in sent]
+        """Raise a RuntimeError if a local replica does not send what the layout describes."""
+        layouts = [{name: describe(x) for name, x in xs.items()} for xs in sent]
         if not self.is_complete:
             self._compare(layouts, running)
             self.rounds.append(layouts[0])
         planned = self.rounds[number] if number < len(self.rounds) else {}
-        for name, what in [item for each in layouts for item in each.items()]:
-            if what != planned.get(name):
+        for name, found in [item for layout in layouts for item in layout.items()]:
+            if found != planned.get(name):
                 raise RuntimeError(
-                    f"{name}: an exchange sends {what} in place of {planned.get(name)}, other "
-                    "shapes than in its first step: pad them."
+                    f"{name}: an exchange sends {found}, but {planned.get(name)} in its first "
+                    "step: pad to constant shapes."
                 )
 
     def _compare(self, layouts: list[dict[str, str]], running: dict[str, list[Any]]) -> None:
-        """All replicas must send the same in the first update."""
-        rows = np.array([[checksum(what) for what in each.values()] for each in layouts])
+        """Verify that all replicas send identical layouts in the first update."""
+        rows = np.array([[checksum(text) for text in layout.values()] for layout in layouts])
         if self.control is not None:
             rows = self.control.all_gather(rows.reshape(-1), "an exchange")
         rows = rows.reshape(-1, len(running))
@@ -75,24 +75,23 @@ class RoundLayout:
 
 
 def exact(X: Tensor, state: Any) -> Exchange:
-    """The book's allreduce, as one replica sees it: it sends the whole tensor."""
+    """The book's allreduce, from one replica's side: send the whole tensor."""
     return sum((yield X))
 
 
 def run_exchanges(
     exchange: Any,
-    replicas: list[dict[str, Tensor]],  # the X of each replica here: it may be changed
-    states: list[dict[str, State]],  # of the same replicas
+    replicas: list[dict[str, Tensor]],  # X per local replica: may be changed in place
+    states: list[dict[str, State]],  # per local replica
     num_processes: int,
     layout: RoundLayout,
 ) -> Generator[Message, Any, tuple[list[Tensor], int]]:
-    """Yields the rows of the replicas here, and gets those of all.
+    """Yield the bytes of the local replicas, and receive the bytes of all replicas.
 
-    Returns a result for each X, whose memory an exchange may still use, and the bytes that a
-    replica has sent.
+    Returns a result per X (an exchange may still use its memory), and the bytes sent per replica.
 
     Raises:
-        RuntimeError: If replicas send or return what does not fit together.
+        RuntimeError: If the tensors that replicas send or return do not match.
     """
     planned = {name: describe(X) for name, X in replicas[0].items()}
     results: dict[str, list[Any]] = {name: [] for name in planned}
@@ -111,8 +110,8 @@ def run_exchanges(
         layout.check(number, sent, running)
         if not any(tensors_of(x) for x in sent[0].values()):
             break
-        rows = [[to_bytes(X) for x in each.values() for X in tensors_of(x)] for each in sent]
-        row = torch.cat([part for each in rows for part in each])
+        rows = [[to_bytes(X) for x in xs.values() for X in tensors_of(x)] for xs in sent]
+        row = torch.cat([part for parts in rows for part in parts])
         everything = yield Message(row, None, [len(row)] * num_processes)
         num_bytes_here = len(row) // len(sent)
         received = unpack(sent[0], [*everything.view(-1, num_bytes_here)])
@@ -122,7 +121,7 @@ def run_exchanges(
 
 
 def run_here(route: Any) -> tuple[list[Tensor], int]:
-    """Run a route whose replicas are all in this process."""
+    """Run exchanges whose replicas are all in this process."""
     received: Any = None
     try:
         while True:
@@ -132,24 +131,24 @@ def run_here(route: Any) -> tuple[list[Tensor], int]:
 
 
 def endless(generator: Exchange, results: list[Any]) -> Generator[Any, Any, Any]:
-    """Once an exchange is over, it sends nothing in the rounds of the others."""
+    """Run an exchange, then send nothing until the others have finished."""
     if not isinstance(generator, Generator):
-        raise TypeError("an exchange is a generator: it needs a `yield`")
+        raise TypeError("an exchange must be a generator: use `yield`")
     results.append((yield from generator))
     while True:
         yield ()
 
 
-# in this mode, torch refuses to change new tensors in place: they belong to all replicas here
+# all local replicas share the tensors: in this mode, changing them in place is an error
 @torch.inference_mode()
 def unpack(sent: dict[str, Any], rows: list[Tensor]) -> dict[str, list[Any]]:
-    """What all replicas have yielded, by name, from their rows (k, bytes)."""
+    """Unpack the tensors of all replicas, by name, from their bytes (k, bytes)."""
     sizes = [X.nbytes for x in sent.values() for X in tensors_of(x)]
     received: dict[str, list[Any]] = {name: [] for name in sent}
     for row in rows:
         rest = iter(row.split(sizes))
         for name, x in sent.items():
-            # a clone begins where its dtype may begin, and an exchange may keep it
+            # a clone is aligned for its dtype, and an exchange may keep it
             found = [next(rest).clone().view(X.dtype).view(X.shape) for X in tensors_of(x)]
             received[name].append(found[0] if isinstance(x, Tensor) else found)
     return received
@@ -158,10 +157,10 @@ def unpack(sent: dict[str, Any], rows: list[Tensor]) -> dict[str, list[Any]]:
 def take_results(planned: dict[str, str], results: dict[str, Any]) -> list[Tensor]:
     found = []
     for name, (first, *others) in results.items():
-        if (what := describe(first)) != planned[name]:
-            raise RuntimeError(f"{name}: for X of {planned[name]} it returned {what}")
-        if not all(torch.equal(to_bytes(each), to_bytes(first)) for each in others):
-            raise RuntimeError(f"{name}: what is returned differs between replicas")
+        if (returned := describe(first)) != planned[name]:
+            raise RuntimeError(f"{name}: returned {returned}, but X is {planned[name]}")
+        if not all(torch.equal(to_bytes(X), to_bytes(first)) for X in others):
+            raise RuntimeError(f"{name}: results differ between replicas")
         found.append(first)
     return found
 

@@ -1,4 +1,4 @@
-"""`manual_allreduce` with an exchange of one's own in the place of the allreduce."""
+"""`manual_allreduce` with an exchange instead of an allreduce."""
 
 from collections import defaultdict
 from collections.abc import Callable
@@ -28,18 +28,18 @@ from lightning_mgpu.tools import EXCHANGE, LAST
 
 
 class ExchangeStrategy(ManualAllreduceStrategy):
-    """Replicas that are kept equal by an exchange: a generator that sends what it yields.
+    """Data parallelism with a communication hook: a generator that sends what it yields.
 
     Args:
-        exchange: One replica's side (see `lightning_mgpu.exchanges`), or its dotted path.
-        options: Arguments of the exchange, by name.
-        flat: X has the gradients of all parameters of one dtype that require a gradient, in the
-            order of `named_parameters`, as one vector. It is sent after the backward pass.
+        exchange: Generator function (see `lightning_mgpu.exchanges`), or its dotted path.
+        options: Keyword arguments of the exchange.
+        flat: Concatenate the gradients of all trainable parameters of one dtype, in the order of
+            `named_parameters`, to one vector X. It is sent after the backward pass.
         replicas, ...: As for `ManualAllreduceStrategy`.
     """
 
     uses_shared_memory = False
-    saves_optimizers = False  # of each process, where they differ
+    saves_optimizers = False  # per process, if they differ
     flag_of_k = "strategy.replicas"
     why_weights_differ = (
         "an exchange whose result depends on the replica or draws unseeded numbers, "
@@ -57,9 +57,9 @@ class ExchangeStrategy(ManualAllreduceStrategy):
         if self.allreduce is not textbook_allreduce or self.as_written:
             raise ValueError("an exchange replaces the allreduce: omit `allreduce`, `as_written`")
         if flat and hasattr(getattr(exchange, "func", exchange), "needs_matrices"):
-            raise ValueError(f"{flat=}: {path_of(exchange)} needs matrices: leave out `flat`")
+            raise ValueError(f"{flat=}: {path_of(exchange)} needs matrices: omit `flat`")
         if flat and self.bucket_cap_mb:
-            raise ValueError(f"{flat=}: gradients are one bucket: leave out `bucket_cap_mb`")
+            raise ValueError(f"{flat=}: gradients are one bucket: omit `bucket_cap_mb`")
         self.bucket_cap_mb = 0 if flat else self.bucket_cap_mb
         self.exchange, self.options, self.flat = exchange, options or {}, flat
 
@@ -92,14 +92,14 @@ class ExchangeStrategy(ManualAllreduceStrategy):
         if trainer.state.fn != TrainerFn.FITTING:
             return
         has_scaler = getattr(self.precision_plugin, "scaler", None) is not None
-        has_lbfgs = any(isinstance(each, LBFGS) for each in self.optimizers)
+        has_lbfgs = any(isinstance(optimizer, LBFGS) for optimizer in self.optimizers)
         is_wrong = has_scaler or has_lbfgs or not self.module.automatic_optimization
         if self._is_stateful and is_wrong:
             raise MisconfigurationException(
-                "An exchange that keeps a state, and one of weights, need automatic optimization, "
-                "no LBFGS, and no GradScaler: bf16-mixed in place of 16-mixed."
+                "Exchanges with state, local SGD and DiLoCo support neither manual optimization, "
+                "nor LBFGS, nor a GradScaler: use bf16-mixed instead of 16-mixed."
             )
-        self._plans: dict[Any, RoundLayout] = {}  # by the keys of states that a bucket has
+        self._plans: dict[Any, RoundLayout] = {}  # by state keys of a bucket
         self.reset_states()
 
     def reset_states(self) -> None:
@@ -108,16 +108,16 @@ class ExchangeStrategy(ManualAllreduceStrategy):
         self.num_bytes = np.zeros(2)  # sent by one replica: by this exchange, by the exact sum
 
     def sync_bucket(self, bucket: Bucket, gradients: Gradients) -> MessageSchedule:
-        """The exchange of each X, a copy of gradients, with a copy of its state.
+        """Run the exchange of each X, a copy of gradients, with a copy of its state.
 
-        Where numbers are not finite, all exchanges of the bucket here get zeros.
+        If a gradient is non-finite, all local exchanges of the bucket receive zeros.
         """
         groups, kept = self._group(bucket, gradients), self._states
         are_finite = torch.stack([X.isfinite().all() for X in bucket.gradients])
         bucket.found_nonfinite = not are_finite.all()
         if self.flat and self._is_stateful and kept and not groups.keys() <= kept.keys():
             rank_zero_warn(
-                "flat=True: other parameters than before require a gradient, so the state of "
+                "flat=True: different parameters require a gradient than before, so the state of "
                 "the exchange is reset."
             )
         rows, copies, states = dict(zip(bucket.parameters, bucket.gradients)), {}, {}
@@ -133,11 +133,11 @@ class ExchangeStrategy(ManualAllreduceStrategy):
         return self._split_results(bucket, [*groups.values()], route)
 
     def _group(self, bucket: Bucket, gradients: Gradients) -> dict[Any, list[Tensor]]:
-        """The parameters of each X, by the key of its state, in which the name comes first."""
+        """The parameters of each X, by the key of its state: (name, ...)."""
         keys = {
             p: (self.sync.layout[p][0], tuple(p.shape), str(p.dtype)) for p in bucket.parameters
         }
-        if not self.flat:  # a layer may be replaced by another
+        if not self.flat:  # keys contain shapes, as a layer may be replaced
             return {key: [p] for p, key in keys.items()}
         groups = defaultdict[Any, list[Tensor]](list)
         for p in self.sync.layout:
@@ -163,7 +163,7 @@ class ExchangeStrategy(ManualAllreduceStrategy):
         after, self._after = self._after, {}
         if self.sync.found_nonfinite:
             return {p: X.fill_(torch.nan) for p, X in results.items()}
-        if self.flat:  # a state of other parameters has ended
+        if self.flat:  # drop states of a different set of parameters
             self._states.clear()
         names = {self.sync.layout[p][0] for p in results if p in self.sync.layout}
         self._states |= {k: data for k, data in after.items() if self.flat or k[0] in names}
@@ -189,7 +189,7 @@ class ExchangeStrategy(ManualAllreduceStrategy):
         return output
 
     def end_update(self) -> None:
-        """What comes after an optimizer's step, before bytes are logged."""
+        """Called after each optimizer step, before bytes are logged."""
 
     def on_train_end(self) -> None:
         super().on_train_end()
@@ -201,7 +201,7 @@ class ExchangeStrategy(ManualAllreduceStrategy):
     def save_checkpoint(self, checkpoint: Any, filepath: Any, storage_options: Any = None) -> None:
         is_interrupted = self.module.trainer.interrupted  # then each process has only its own
         if Path(filepath).name == LAST and not is_interrupted:  # states are large
-            optimizers = [each.state_dict() for each in self.optimizers if self.saves_optimizers]
+            optimizers = [o.state_dict() for o in self.optimizers if self.saves_optimizers]
             own = move_data_to_device([self._states, optimizers], "cpu")
             parts = self.control.all_gather_objects(own, "states")
             checkpoint[EXCHANGE] = {
@@ -212,12 +212,12 @@ class ExchangeStrategy(ManualAllreduceStrategy):
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def get_settings(self) -> dict[str, Any]:
-        """What a resumed run must not change, by the name of its flag."""
+        """Settings that must not change when a run is resumed, by flag."""
         own = {"strategy.exchange": path_of(self.exchange), "strategy.options": self.options}
         return {**own, "strategy.flat": self.flat or None, self.flag_of_k: self.world_size}
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
-        """Lightning calls this after `setup`, when a run is resumed, and after a finder's steps."""
+        """Called by Lightning after `setup`, when a run is resumed, and after a finder's steps."""
         self.reset_states()
         if EXCHANGE in checkpoint:
             optimizers = self._restore(checkpoint[EXCHANGE])
@@ -225,8 +225,8 @@ class ExchangeStrategy(ManualAllreduceStrategy):
             checkpoint = {**checkpoint, "optimizer_states": states}
         elif self._is_stateful and checkpoint["global_step"]:  # a finder's has no state yet
             raise MisconfigurationException(
-                "This checkpoint has no exchange's state: it is not a run's last.ckpt, or its run "
-                "had another strategy."
+                "This checkpoint does not contain the state of an exchange: use the last.ckpt of a "
+                "run with the same strategy."
             )
         super().load_optimizer_state_dict(checkpoint)
 
@@ -235,8 +235,8 @@ class ExchangeStrategy(ManualAllreduceStrategy):
         for flag in before | own:
             if before.get(flag) != own.get(flag):
                 raise MisconfigurationException(
-                    f"The run has --trainer.{flag}={before.get(flag)}, which must stay: here it is "
-                    f"{own.get(flag)}."
+                    f"--trainer.{flag}={own.get(flag)}: cannot change when resuming; use the run's "
+                    f"value, {before.get(flag)}."
                 )
         self.num_bytes = np.array(saved["num_bytes"])
         states, optimizers = saved["replicas"][self.global_rank]

@@ -1,4 +1,4 @@
-"""The largest entries now, the rest later (Stich et al., 2018, 'Sparsified SGD with Memory')."""
+"""Top-k sparsification (Stich et al., 2018, 'Sparsified SGD with Memory')."""
 
 from collections.abc import Generator
 from typing import Any
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def top_k(X: Tensor, state: dict, fraction: float = 0.05) -> Generator[Any, Any, Tensor]:
-    """Send a fraction of the entries with their indices. The others wait in `rest`."""
+    """Send the largest entries and their indices. Keep the others in `residual`."""
     whole = X.flatten() + state.get("residual", 0)
     indices = whole.abs().topk(max(1, round(fraction * whole.numel()))).indices
     values = whole[indices]

@@ -1,1 +1,1 @@
-"""Tools to look and to measure. The template never imports them, and each can be deleted."""
+"""Tools to trace, emulate and measure. The template imports none of them; each can be deleted."""

@@ -1,11 +1,11 @@
-"""Milliseconds per training step of strategies, models and options.
+"""Measure milliseconds per training step of strategies, models and options.
 
 python -m lightning_mgpu benchmark --model=ResNet18 --data.batch_size=64 --num_steps 5
 python -m lightning_mgpu benchmark --devices 1 "fp32=" "bf16=--trainer.precision=bf16-mixed"
 
-A ROW is a label and options of `fit`; options not listed below are passed to every `fit`. The
-second epoch of a `fit` in new processes is timed, on random images unless --data or --data.source
-is given. Rounds are interleaved, and ratios are computed within a round. Ctrl-C ends the rounds.
+A ROW is a label and options of `fit`, and may override --devices. Options not listed below are
+passed to every `fit`. Each runs in new processes, on random images unless --data or --data.source
+is given; its second epoch is timed. Rounds are interleaved; ratios are per round. Ctrl-C stops.
 """
 
 import csv
@@ -34,24 +34,26 @@ def benchmark_command(arguments: Sequence[str]) -> None:
     parser = make_parser("benchmark", __doc__)
     parser.usage = f"{parser.prog} [options] [ROW ...] [options of fit]"
     add = parser.add_argument
-    add("--devices", "--trainer.devices", type=int, default=2, help="default: 2, or the ROW's own")
-    add("--num_steps", type=int, default=50, help="batches per epoch (default: 50)")
+    add(
+        "--devices", "--trainer.devices", type=int, default=2, help="number of devices (default: 2)"
+    )
+    add("--num_steps", type=int, default=50, help="steps per epoch (default: 50)")
     add("--repeats", type=int, default=5, help="number of rounds (default: 5)")
-    add("--csv", default=os.devnull, help="write every measurement to this file")
+    add("--csv", default=os.devnull, help="CSV file for all measurements")
     args, words = parser.parse_known_args(arguments)
     rows = [word for word in words if re.match("[^-=][^=]*=(--|$)", word)]
     shared = [*OFF, f"--trainer.limit_train_batches={args.num_steps}"]
     shared += [word for word in words if word not in rows]
     shared.append(f"--trainer.devices={args.devices}")
     if not rows and re.search("--trainer.strategy[= ]", " ".join(words)):
-        parser.error("--trainer.strategy: name the strategy in a ROW")
+        parser.error("--trainer.strategy: set by the default ROWs; use it in a ROW")
     pairs = [row.split("=", 1) for row in rows or ROWS]
     lines = {label: complete([*shared, *shlex.split(text)]) for label, text in pairs}
     if len(lines) < len(pairs):
         parser.error("two ROWs have the same label")
     counts = re.findall(r"--trainer\.(?:devices|strategy\.replicas)\W+(\d+)", str(lines))
     most, cores = max(map(int, counts)), len(os.sched_getaffinity(0))
-    # rows compare only if their processes have as many threads
+    # rows are comparable only with equal numbers of threads per process
     threads = os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // most)))
     if most * int(threads) > cores:
         print(f"{most} processes with {threads} threads each share {cores} cores")
@@ -73,11 +75,11 @@ def benchmark_command(arguments: Sequence[str]) -> None:
         finally:  # also after Ctrl-C
             print_table(ms, failed)
     if len(failed) == len(lines):
-        raise UsageError("no row could be measured")
+        raise UsageError("all rows failed; see the table above")
 
 
 def complete(line: list[str]) -> list[str]:
-    """The options of a `fit`. Mistakes are found here, before anything is measured."""
+    """Complete the options of a `fit`, and check them before anything is measured."""
     line = [*line, "--trainer.max_epochs=2"]
     options = read_options("fit", line)
     if program() == PACKAGE:  # a project may add options to `fit`
@@ -88,7 +90,7 @@ def complete(line: list[str]) -> list[str]:
 
 
 def ms_per_step(line: list[str]) -> float:
-    """Run a `fit`. Raises a ChildProcessError with its message if it fails."""
+    """Run and time a `fit`. Raises a ChildProcessError with its error message if it fails."""
     with TemporaryDirectory() as run, Path(run, "log").open("w+", errors="replace") as log:
         command = [sys.executable, "-m", program(), "fit", *line, f"--run_dir={run}/run"]
         status = run_in_group(command, log)

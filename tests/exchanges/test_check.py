@@ -53,22 +53,22 @@ def test_power_sgd_finds_a_sum_of_low_rank():
 
 
 WRONG = {
-    "return sum((yield X)).flatten()": r"for X of shape \(\) .* it returned shape \(1,\)",
-    "return X": "an exchange is a generator",
-    "yield X": r"it returned None",
+    "return sum((yield X)).flatten()": r"returned shape \(1,\) .*, but X is shape \(\)",
+    "return X": "an exchange must be a generator",
+    "yield X": r"returned None",
     "for _ in range(1 + state.replica): total = sum((yield X))\n return total": (
         r"\(\), waiting in line \[2\]: replica 1 sends shape .*, but replica 0 sends \[\]"
     ),
-    "yield X\n return X": "what is returned differs between replicas",
+    "yield X\n return X": "results differ between replicas",
     "return (yield X)[0].add_(1)": "Inplace update to inference tensor",
-    "return sum((yield X * (torch.rand(X.shape) < 0.5)))": "other bits in a second call",
+    "return sum((yield X * (torch.rand(X.shape) < 0.5)))": "inputs and states give different results",
     "state['object'] = torch.Generator()\n return sum((yield X))": (
         "torch._C.Generator|cannot pickle|Unsupported"
     ),
     "state['object'] = torch.nn.ReLU()\n return sum((yield X))": (
-        "a state holds objects of .*ReLU.*: keep tensors, numbers, text"
+        "a state contains .*ReLU.*: use tensors, numbers, strings"
     ),
-    "return sum((yield X / X.norm()))": "gradients of zeros give a result that is not finite",
+    "return sum((yield X / X.norm()))": "a gradient of zeros gives non-finite results",
     "return sum((yield X, state.fractoin)[0])": "no attribute 'fractoin'",
 }
 

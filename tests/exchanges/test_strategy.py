@@ -175,7 +175,7 @@ def test_flat_sees_all_parameters_of_a_dtype(tmp_path, in_two_processes):
     assert {resumed, whole} == {*results[1][-2:]} == {whole}
     one = ExchangeStrategy(normalize, flat=True)
     said = attempt(train, one, TwoTypes, max_epochs=3, resume=tmp_path / "last.ckpt")
-    assert "--trainer.strategy.replicas=2, which must stay: here it is 1" in said
+    assert "--trainer.strategy.replicas=1: cannot change" in said and "value, 2." in said
 
 
 def test_refusals(tmp_path):
@@ -189,13 +189,13 @@ def test_refusals(tmp_path):
     trainer.save_checkpoint(last)
     trainer.save_checkpoint(other)
     for strategy, make, resume, said in [
-        (new(0.3), Net, last, "--trainer.strategy.options={'fraction': 0.2}, which must"),
-        (new(flat=True), Net, last, "--trainer.strategy.flat=None, which must stay: here"),
+        (new(0.3), Net, last, "--trainer.strategy.options={'fraction': 0.3}: cannot change when"),
+        (new(flat=True), Net, last, "--trainer.strategy.flat=True: cannot change when resum"),
         (new(exchange=ef_sign, options={}), Net, last, "strategy.exchange=lightning_mgpu.exch"),
-        (new(), Net, other, "This checkpoint has no exchange's state"),
+        (new(), Net, other, "This checkpoint does not contain the state of an exch"),
         (ManualAllreduceStrategy(), Net, last, "contains the state of an exchange: use the"),
-        (new(), Manual, None, "need automatic optimization"),
-        (new(), Searches, None, "no LBFGS"),
+        (new(), Manual, None, "support neither manual optimization"),
+        (new(), Searches, None, "nor LBFGS"),
     ]:
         found = attempt(train, strategy, make, resume=resume)
         assert said in found and "\n" not in found, found

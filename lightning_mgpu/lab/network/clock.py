@@ -1,6 +1,6 @@
-"""Times the steps of a training run, counts the bytes that its machine sends, and slows it down.
+"""Times training steps, counts the bytes that a machine sends, and emulates stragglers.
 
-The first process of each machine writes what it measures.
+Only the first process of each machine writes measurements.
 """
 
 import json
@@ -14,17 +14,17 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning_mgpu.lab.network.links import DEVICE, seconds_without_core
 from lightning_mgpu.runs.record import RunRecord
 
-CLOCK = "LIGHTNING_MGPU_CLOCK"  # the number of an open file; without it, nothing is measured
-NETWORK = "LIGHTNING_MGPU_NETWORK"  # what `run.json` gets
+CLOCK = "LIGHTNING_MGPU_CLOCK"  # a file descriptor; if unset, nothing is measured
+NETWORK = "LIGHTNING_MGPU_NETWORK"  # settings for `run.json`
 WARM_UP = 32  # steps
 
 
 class StepClock(Callback):
-    """Writes a line per batch, and one for each bar of the picture: see `Steps`."""
+    """Writes a line per batch, and one per span of the timeline: see `Steps`."""
 
-    file = 0  # where to write to, if anything is measured
-    now, since = "", 0.0  # the span that has begun
-    before: Any = None  # the counts at the end of the last step, if this one follows on it
+    file = 0  # a descriptor, or 0: nothing is measured
+    now, since = "", 0.0  # the current span
+    before: Any = None  # counters at the end of the previous step; None after a pause
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if CLOCK not in os.environ:
@@ -48,7 +48,7 @@ class StepClock(Callback):
         os.write(self.file, (" ".join(map(str, values)) + "\n").encode())
 
     def cpu_seconds(self) -> float:
-        """Of the main thread, without those in which it has waited for other processes."""
+        """CPU time of the main thread, excluding waits for other processes."""
         return time.thread_time() - (self.control.cpu_seconds_in_wait if self.control else 0.0)
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -66,7 +66,7 @@ class StepClock(Callback):
         self.begin("update")
 
     def begin(self, kind: str) -> None:
-        """End the span that has begun."""
+        """End the current span and begin the next."""
         now = time.monotonic()
         if self.now and self.file:
             self.spans.append((self.now, self.since, now))
@@ -96,6 +96,6 @@ class StepClock(Callback):
 
 
 def bytes_sent() -> int:
-    """By this machine, in all."""
+    """Total bytes sent by this machine."""
     devices = Path("/proc/self/net/dev").read_text().splitlines()
     return int(next(line for line in devices if f"{DEVICE}:" in line).split()[9])

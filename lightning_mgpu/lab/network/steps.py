@@ -1,4 +1,4 @@
-"""The steps of machines: as rows, as a table, and some of them as a picture."""
+"""The measured steps of all machines: rows, a table, and a timeline."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -11,16 +11,16 @@ from matplotlib.figure import Figure
 from lightning_mgpu.lab.network.clock import WARM_UP
 
 COLUMNS = ("machine", "batch", "ms", "ms_computed", "ms_waited", "mb")
-# in the order of drawing, so that a bar within another one can be seen
+# in drawing order: nested spans stay visible
 KINDS = ("forward", "backward", "update", "sums", "waiting", "message")
 
 
 class Steps:
-    """The lines that StepClocks have written to a file.
+    """Reads the lines that StepClocks have written to a file.
 
-    `rows` has the columns of COLUMNS, then the seconds of the main thread with a core and without
-    one, and `every`. Times of machines that are `speedup` are divided by it. The first step of an
-    epoch, or after an evaluation, has none.
+    `rows` contains COLUMNS, then the seconds of the main thread with and without a core, and the
+    steps between synchronizations. Times are divided by `speedup`. The first step of an epoch, or
+    after an evaluation, has no times.
     """
 
     def __init__(self, file: IO[bytes], speedup: float = 1.0) -> None:
@@ -33,11 +33,11 @@ class Steps:
         self.speedup, scale = speedup, 1e3 / speedup
         spans = map(str.split, lines["span"])  # machine, kind, begin, end
         self.spans = [(int(i), kind, scale * float(a), scale * float(b)) for i, kind, a, b in spans]
-        rows = np.array([each.split() for each in lines["step"]], float).reshape(-1, 9)
+        rows = np.array([text.split() for text in lines["step"]], float).reshape(-1, 9)
         self.rows = rows[rows[:, 0].argsort(kind="stable")] * (1, 1, *[scale] * 3, 1e-6, 1, 1, 1)
 
     def print_table(self, mbit: Sequence[float]) -> None:
-        """A row per machine, whose links have these rates: means over whole windows of `every`."""
+        """Print means per machine, over whole synchronization periods; `mbit` is per machine."""
         print("| machine | MB sent | MB per step | link busy | ms per step | median | waited |")
         print("| --- | ---: | ---: | ---: | ---: | ---: | ---: |")
         shares = []
@@ -61,18 +61,18 @@ class Steps:
         if self.speedup != 1:
             print(f"Times in this table are divided by {self.speedup:g}; all others are measured.")
         if shares:
-            reason = "Cores are short, so take fewer machines or threads, or end other programs"
-            print(f"{reason}: {', '.join(shares)} of one.")
+            fix = "use fewer machines or threads, or end other programs"
+            print(f"CPU cores are scarce ({', '.join(shares)} of one): {fix}.")
 
     def write_csv(self, path: str) -> None:
-        """A row per machine and step; a cell of which nothing is known is empty."""
+        """Write a row per machine and step; unknown values are empty."""
         rows = self.rows[:, : len(COLUMNS)].tolist()
         lines = [",".join(f"{value:.6g}" for value in row) for row in rows]
         text = "\n".join([",".join(COLUMNS), *lines, ""])
         Path(path).write_text(text.replace("nan", ""))
 
     def draw(self) -> Figure:
-        """A row per machine: bars of what it does, and above them the messages under way."""
+        """Draw a row per machine: its spans as bars, and above them the messages in flight."""
         start = min(begin for *_, begin, _ in self.spans)
         machines = sorted({i for i, *_ in self.spans})
         figure = Figure(figsize=(9, 1.1 + len(machines)), layout="constrained")
@@ -81,9 +81,9 @@ class Steps:
             axes.plot([], color=f"C{number}", linewidth=6, label=kind)  # for the legend
             for machine in machines:
                 lane, last = 0, 0.0
-                own = [each[2:] for each in self.spans if each[:2] == (machine, kind)]
+                own = [span[2:] for span in self.spans if span[:2] == (machine, kind)]
                 for begin, end in sorted(own):
-                    lane = lane + 1 if begin < last else 0  # messages that are under way together
+                    lane = lane + 1 if begin < last else 0  # overlapping messages
                     last = max(end, last)
                     above = machine - 0.28 - 0.03 * (lane % 12), 0.02
                     place = above if kind == "message" else (machine - 0.25, 0.6)

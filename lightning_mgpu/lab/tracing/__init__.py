@@ -1,4 +1,4 @@
-"""The messages of an allreduce: counted, drawn and predicted (command: cli.py). Droppable."""
+"""Count and draw the messages of an allreduce, and predict its time. Can be deleted."""
 
 from lightning_mgpu.lab.tracing.picture import draw
 from lightning_mgpu.lab.tracing.trace import predict, trace

@@ -1,12 +1,12 @@
-"""Which messages does an allreduce send, and how long would they take?
+"""Trace the messages of an allreduce or exchange, and predict its time.
 
     python -m lightning_mgpu trace my_allreduce.chain_allreduce --devices 4
     python -m lightning_mgpu trace textbook ring top_k --delay_ms 2 --mbit 50 --sweep
 
-An allreduce is recorded without values. An exchange runs 64 times on a normal matrix per device,
-the same in each step: with error feedback, the error of the sum approaches 0. The predicted time is
-the sum over supersteps of the delay and of the time for the largest number of bytes that a device
-sends or receives (Valiant's BSP model; LogGP is finer). Computation is not included.
+An allreduce is traced on tensors without values. An exchange runs for 64 steps on a random matrix
+per device, the same in each step: with error feedback, the error of the sum approaches 0. The
+predicted time of a superstep is the latency, plus the largest number of bytes that a device sends
+or receives divided by the bandwidth (Valiant's BSP model; LogGP is finer), without computation.
 """
 
 import pydoc
@@ -27,7 +27,7 @@ COUNTS = (2, 4, 8, 16, 32)
 
 
 def find(name: str) -> Any:
-    """A function by its short name or its path. The exchanges can be deleted."""
+    """A function by its short name or its path."""
     if name.startswith("_"):
         raise UsageError(f"no allreduce {name!r}: use a name without an underscore, or a path")
     found = pydoc.locate(f"lightning_mgpu.exchanges.{name}")
@@ -36,12 +36,12 @@ def find(name: str) -> Any:
 
 def check(name: str, function: Any, k: int) -> None:
     if isgeneratorfunction(function):
-        print(f"{name}: an exchange, on at most 256 x 256 numbers")
+        print(f"{name}: an exchange, traced on at most 256 x 256 values")
         find("check_exchange")(function)
     else:
         counts = counts_to_check(function, k)
-        for each in counts:
-            check_allreduce(function, [torch.device("cpu")] * each, as_written=True)
+        for count in counts:
+            check_allreduce(function, [torch.device("cpu")] * count, as_written=True)
         print(f"{name}: correct for k = {', '.join(map(str, counts))}")
 
 
@@ -61,19 +61,19 @@ def report(name: str, plan: Plan, errors: list[float], link: tuple[float, float]
 def trace_command(arguments: list[str]) -> None:
     parser = make_parser("trace", __doc__)
     add = parser.add_argument
-    add("names", nargs="+", help="textbook, ring, top_k, ..., or the path of a function")
+    add("names", nargs="+", help="textbook, ring, top_k, ..., or the dotted path of a function")
     add("--devices", type=int, metavar="N", default=4, help="number of devices (default: 4)")
-    add("--mb", type=float, default=0.516, help="size of the tensors (default: LeNet's gradients)")
+    add("--mb", type=float, default=0.516, help="tensor size in MB (default: 0.516, LeNet)")
     add("--delay_ms", type=float, default=20.0, help="latency of a message (default: 20)")
     add("--mbit", type=float, default=100.0, help="bandwidth per direction, Mbit/s (default: 100)")
-    add("--sweep", action="store_true", help="draw times: 2 to 32 devices, and 1 KB to 160 MB")
-    add("--picture", default="trace.png")
+    add("--sweep", action="store_true", help="plot times for 2 to 32 devices, and 1 KB to 160 MB")
+    add("--picture", default="trace.png", help="picture file (default: trace.png)")
     args = parser.parse_args(arguments)
     if Path(args.picture).suffix not in (".png", ".pdf", ".svg"):
-        parser.error(f"--picture={args.picture}: name a .png, .pdf or .svg file")
+        parser.error(f"--picture={args.picture}: use a .png, .pdf or .svg file")
     functions = {name: find(name) for name in args.names}
     if args.sweep and any(map(isgeneratorfunction, functions.values())):
-        parser.error("--sweep: not for an exchange, which runs on matrices of one size")
+        parser.error("--sweep: not supported for exchanges; omit it")
     link = args.delay_ms / 1000, args.mbit * 1e6 / 8
 
     def run(name: str, k: int = args.devices, mb: float = args.mb) -> tuple[Plan, list[float]]:

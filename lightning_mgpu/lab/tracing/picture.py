@@ -49,7 +49,7 @@ def draw_times(panels: dict[str, dict[str, dict[Any, float]]]) -> Figure:
                 [*ms],
                 [*ms.values()],
                 "os^vDP*X"[n % 8] + "-",
-                fillstyle="none",  # to be seen where lines are equal
+                fillstyle="none",  # equal lines stay visible
                 markersize=9,
                 label=name,
             )

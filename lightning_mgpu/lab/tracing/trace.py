@@ -1,4 +1,4 @@
-"""The messages of allreduces and exchanges, and the time that they would take."""
+"""The messages of allreduces and exchanges, and their predicted time."""
 
 import math
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_mgpu.allreduce.plan import Message, Plan, Ref
 from lightning_mgpu.allreduce.record import record
 
-NUM_STEPS = 64  # of an exchange
+NUM_STEPS = 64  # per exchange
 
 
 def trace(allreduce: Callable, k: int, numel: int) -> Plan:
@@ -22,9 +22,9 @@ def trace(allreduce: Callable, k: int, numel: int) -> Plan:
 def predict(plan: Plan, latency: float, bandwidth: float) -> float:
     """Seconds, for a latency in seconds and a bandwidth in bytes per second and direction.
 
-    A superstep takes the latency, and the time for an h-relation: h is the largest number of bytes
-    that a device sends or receives. Operations take no time. This is the bulk-synchronous parallel
-    model (Valiant, 1990). LogGP (Alexandrov et al., 1995) is finer: it has a cost per message.
+    The time of a superstep is the latency, plus an h-relation's: h is the largest number of
+    bytes that a device sends or receives. Operations take no time. This is the bulk-synchronous
+    parallel model (Valiant, 1990). LogGP (Alexandrov et al., 1995) adds a cost per message.
     """
     seconds = 0.0
     for number in range(plan.num_supersteps):
@@ -56,7 +56,7 @@ def trace_exchange(exchange: Callable, k: int, numel: int) -> tuple[Plan, list[f
         results: list[Tensor] = []
         steps = [endless(exchange(*pair)) for pair in zip(Xs.clone(), states)]
         sent, superstep = [step.send(None) for step in steps], 0
-        while (sizes := [sum(t.nbytes for t in tree_leaves(each)) for each in sent])[0]:
+        while (sizes := [sum(t.nbytes for t in tree_leaves(ts)) for ts in sent])[0]:
             pairs = [(i, j) for i in range(k) for j in range(k) if i != j and number == 1]
             for i, j in pairs:
                 like = torch.empty(sizes[i], dtype=torch.uint8, device="meta")

@@ -219,7 +219,7 @@ def test_the_command_of_the_page(main, monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_a_link_process_that_stops_or_ends(command, machines):
-    """It goes on; and when it ends, the command ends, too, and says how to go on."""
+    """The link process resumes. If it is killed, so is the command, and prints how to resume."""
     process, _ = start_training(command, "--trainer.max_epochs=99", IMPATIENT)
     (link,) = children(process.pid)
     os.kill(link, signal.SIGSTOP)
@@ -265,10 +265,10 @@ def namespaces() -> set[str]:
         (("--machines=0", "fit"), "--machines=0: must be a number from 1 to 64"),
         (("--slowdown=1,0.5", "fit"), "--slowdown=0.5: must be a number from 1"),
         (("--speedup=0", "fit"), "--speedup=0.0: must be a number from"),
-        (("--mbit=9,9,9", "fit"), "--mbit: give one value, or 2, separated by commas"),
+        (("--mbit=9,9,9", "fit"), "--mbit: 3 values; use 1, or 2 with commas"),
         (("--mbit=9 9", "fit"), "argument --mbit: invalid numbers value: '9 9'"),
-        (("--csv=none/a.csv", "fit"), "/none/a.csv: name a .csv in a directory"),
-        (("--picture=a.bad", "fit"), "/a.bad: name a .png in a directory"),
+        (("--csv=none/a.csv", "fit"), "/none/a.csv: use a .csv file in an existing directory"),
+        (("--picture=a.bad", "fit"), "/a.bad: use a .png file in an existing directory"),
         (("test",), "argument fit: invalid choice: 'test'"),
     ],
 )

@@ -129,7 +129,7 @@ def test_command(main, tmp_path, capsys):
     assert "at most 2 n, with n = 0.516 MB; the lower bound is 1.5 n" in said
     for page, file, told in (
         ("README.md", "my_allreduce", "chain_allreduce: 6 messages in 6 supersteps, 367.7 ms"),
-        ("docs/exchanges.md", "my_half", "an exchange, on at most 256 x 256 numbers"),
+        ("docs/exchanges.md", "my_half", "an exchange, traced on at most 256 x 256 values"),
     ):
         text = (REPOSITORY / page).read_text()
         [code] = re.findall(rf"```python\n# {file}.py\n(.*?)```", text, re.DOTALL)
@@ -153,7 +153,7 @@ def test_command(main, tmp_path, capsys):
         (["mine.in_half_precision"], "mine.in_half_precision of 3 tensors left device 0"),
         (["mine.is_silent"], "is_silent with torch.float32: RuntimeError: (), waiting"),
         (["mine.nothing"], "no allreduce 'mine.nothing'"),
-        (["mine.exchange", "--sweep"], "--sweep: not for an exchange"),
+        (["mine.exchange", "--sweep"], "--sweep: not supported for exchanges"),
         (["halving_doubling", "--devices=6"], "6 devices: halving_doubling needs 1, 2, 4, 8"),
         (["ring", "--mb=x"], "argument --mb: invalid float value: 'x'; see python -m"),
         (["ring", "--mb=nan"], "--mb=nan: must be a number from 1e-06 to 1,000,000"),
