@@ -1,18 +1,17 @@
-"""Trains LeNet under each exchange on emulated machines, and draws its accuracy.
+"""Train LeNet with each exchange on emulated machines, and plot its accuracy.
 
     python scripts/accuracy_against_bytes.py --rows ddp top_k my_exchange.my_exchange
     python scripts/accuracy_against_bytes.py --links 5,400 --speedup 4 --seeds 0 1 2 --rows ddp \\
         "DiLoCo, every 32=--trainer.strategy=exchange_diloco --trainer.strategy.sync_every=32"
 
-Rows and links are those of `exchanges_on_links.py`: a row is a name, the path of an exchange, or a
-label and options. Other options go to every `fit`, which trains by AdamW with a rate of 0.002 if
-none of them says otherwise. Every run keeps its directory under --out. A run with the same options,
-link, F, seed and version is not made again, so after a kill the same command goes on. The version
-is a checksum of the Python files of the package, of the working directory and of those in
-PYTHONPATH, and of the directories in them. After each run the script writes runs.csv (a line per
-run), curves.csv (a line per evaluation) and draws accuracy.png, with the rows of this command:
-validation accuracy against the MB that a machine sends, and against seconds of training with its
-evaluations, which `--speedup` divides.
+Rows and links are as in `exchanges_on_links.py`: a row is a name, the path of an exchange, or a
+label and options. Other options are passed to every `fit`; by default it trains with AdamW and a
+learning rate of 0.002. Run directories are created in --out. Finished runs with the same options,
+link, F, seed and version are reused, so the same command continues after a kill. The version is a
+checksum of the Python files of the package, of the working directory and of PYTHONPATH, including
+their subdirectories. After each run the script writes runs.csv (a line per run), curves.csv (a line
+per evaluation) and accuracy.png: validation accuracy against the MB sent per machine, and against
+the seconds of training and evaluation, divided by `--speedup`.
 """
 
 import csv
@@ -42,16 +41,16 @@ OPTIONS = (
     *("--model.optimizer=AdamW", "--model.optimizer.lr=0.002", "--model.lr=null"),
     *("--output.curve=false", "--output.pictures=false", "--trainer.enable_checkpointing=false"),
     *("--trainer.num_sanity_val_steps=0", "--trainer.enable_progress_bar=false"),
-    # multiples of 16, after which exchanges of weights come: an evaluation needs none of its own
+    # multiples of 16, the default of sync_every: evaluations cause no extra synchronization
     *("--trainer.limit_train_batches=144", "--trainer.val_check_interval=48"),
     "--trainer.limit_val_batches=8",
 )
 NAMES = ("ddp", "manual_allreduce", "top_k", "power_sgd", "local_sgd", "diloco")
-RESULT = "result.json"  # in a run's directory once it has ended
+RESULT = "result.json"  # in the directory of a finished run
 
 
 def find_version() -> str:
-    """A checksum of the package, and of own Python files."""
+    """A checksum of the package, and of the user's Python files."""
     files = {*Path(lightning_mgpu.__file__).parent.rglob("*.py")}
     for folder in (".", *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))):
         files |= {*Path(folder).glob("*.py"), *Path(folder).glob("*/*.py")}
@@ -63,19 +62,19 @@ def digest(text: str) -> str:
 
 
 def check_options(line: list[str]) -> None:
-    """Exit before anything is trained if options of a run leave out what this script reads."""
+    """Exit before training if options disable values that this script reads."""
     with one_line_errors(False):
         options = read_options("fit", line[line.index("fit") + 1 :])
         config = TrainingCLI("fit", options).config  # parses, and seeds this process
         os.environ.pop("PL_GLOBAL_SEED", None)
         trainer = config.trainer
         if config.output.test is False:
-            raise UsageError("--output.test=false: the test accuracy is needed")
+            raise UsageError("--output.test=false: the test accuracy is needed; omit it")
         for name in ("limit_val_batches", "limit_test_batches", "logger"):
             if trainer[name] in (0, False):
                 raise UsageError(f"--trainer.{name}={trainer[name]}: its values are needed")
         if trainer.fast_dev_run:
-            raise UsageError("--trainer.fast_dev_run: it writes nothing")
+            raise UsageError("--trainer.fast_dev_run: it writes no metrics; omit it")
         num, every = trainer.limit_train_batches, trainer.val_check_interval
         if isinstance(num, int) and isinstance(every, int) and num < every:
             reason = f"fewer batches than --trainer.val_check_interval={every}"
@@ -83,24 +82,24 @@ def check_options(line: list[str]) -> None:
 
 
 def train(out: Path, label: str, line: list[str], about: dict[str, Any]) -> dict[str, Any]:
-    """The numbers of a run: from its directory, or by making it."""
+    """The results of a run, from its directory if it has finished."""
     name = "".join(letter if letter.isalnum() else "_" for letter in label)
     run = out / f"{name}_{digest(json.dumps([line, about['version']]))}"
     if not (run / RESULT).exists():
-        shutil.rmtree(run, ignore_errors=True)  # of a run that has not ended
+        shutil.rmtree(run, ignore_errors=True)  # of an unfinished run
         output = run_network([f"--csv={run}.csv", *line, f"--run_dir={run}"])
         Path(f"{run}.csv").rename(run / "steps.csv")
         (run / "output.txt").write_text(output)
         _, mb, ms = read_table(output)
         found = {"mb_per_step": mb, "ms_per_step": ms, "line": shlex.join(line)}
-        found["cores_are_short"] = "Cores are short" in output
+        found["cores_are_short"] = "CPU cores are scarce" in output
         (run / RESULT).write_text(json.dumps(about | found, indent=2))
     rows = read_rows(run)
     names = "seconds", "sent_mb", "val_acc", "step"
     points = [[row[name] for name in names] for row in rows if row.get("val_acc")]
     test = next((float(row["test_acc"]) for row in rows if row.get("test_acc")), None)
     if test is None or not points:
-        sys.exit(f"{run}: the model has to log val_acc and test_acc, as a Classifier does")
+        sys.exit(f"{run}: the model must log val_acc and test_acc, like Classifier")
     curve = np.array(points, float) / (about["speedup"], 1, 1, 1)
     seconds, mb, val_acc, _ = curve[-1].round(4).tolist()
     last = {"seconds": round(seconds, 1), "mb": mb, "val_acc": val_acc, "test_acc": round(test, 4)}
@@ -129,9 +128,9 @@ def write_curves(path: Path, found: list[dict[str, Any]]) -> None:
 
 
 def draw(found: list[dict[str, Any]]) -> Figure:
-    """Two panels per link; a line is the mean of the seeds, its band reaches over all."""
-    links = [*dict.fromkeys(each["link"] for each in found)]
-    labels = [*dict.fromkeys(each["label"] for each in found)]
+    """Draw two panels per link; lines are means over seeds, bands their range."""
+    links = [*dict.fromkeys(run["link"] for run in found)]
+    labels = [*dict.fromkeys(run["label"] for run in found)]
     figure = Figure(figsize=(11, 4.2 * len(links)), layout="constrained")
     panels = figure.subplots(len(links), 2, sharey=True, squeeze=False)
     for link, (by_mb, by_seconds) in zip(links, panels):
@@ -139,7 +138,7 @@ def draw(found: list[dict[str, Any]]) -> Figure:
             curves = [e["curve"] for e in found if (e["link"], e["label"]) == (link, label)]
             if not curves:
                 continue
-            length = min(map(len, curves))  # of a run with other options there may be fewer points
+            length = min(map(len, curves))  # runs with different options may have fewer points
             curves = np.stack([curve[:length] for curve in curves])
             seconds, mb, accuracy, _ = curves.mean(0).T
             for axes, x in ((by_mb, mb), (by_seconds, seconds)):
@@ -153,10 +152,10 @@ def draw(found: list[dict[str, Any]]) -> Figure:
             title += f", {speedup:g} times as fast as a core"
         by_mb.set(xscale="log", xlabel="MB sent per machine", ylabel="validation accuracy")
         by_mb.set_title(title, loc="left", fontsize=10)
-        seeds = ", ".join(sorted({str(each["seed"]) for each in found}))
+        seeds = ", ".join(sorted({str(run["seed"]) for run in found}))
         by_seconds.set_title(f"mean and range; seeds: {seeds}", loc="right", fontsize=10)
-        is_short = any(each.get("cores_are_short") for each in found)
-        reason = "\n(cores were short: do not trust them)" if is_short else ""
+        is_short = any(run.get("cores_are_short") for run in found)
+        reason = "\n(CPU cores were scarce: do not trust them)" if is_short else ""
         by_seconds.set(xlabel=f"seconds of training, with its evaluations{reason}")
         by_seconds.set_xlim(left=0)
         by_seconds.legend(loc="lower right", fontsize=8)
@@ -174,15 +173,15 @@ def print_table(found: list[dict[str, Any]]) -> None:
         tests = ", ".join(f"{each['test_acc']:.3f}" for each in runs)
         print(f"| {label} | {link} | {mb:.2f} | {ms:.0f} | {seconds:.0f} | {tests} |")
     if short := [each["run"] for each in found if each["cores_are_short"]]:
-        print(f"Cores were short, so do not trust the seconds of: {', '.join(short)}")
+        print(f"CPU cores were scarce, so do not trust the seconds of: {', '.join(short)}")
 
 
 def main() -> None:
     parser = make_parser(__doc__)
-    parser.add_argument("--rows", nargs="+", default=NAMES)
-    parser.add_argument("--machines", type=int, default=2)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--epochs", type=int, default=2, help="of 144 batches")
+    parser.add_argument("--rows", nargs="+", default=NAMES, help="rows to train")
+    parser.add_argument("--machines", type=int, default=2, help="number of machines (default: 2)")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="random seeds")
+    parser.add_argument("--epochs", type=int, default=2, help="epochs of 144 batches (default: 2)")
     parser.add_argument("--out", type=Path, default=Path("accuracy_against_bytes"))
     args, options = parser.parse_known_args()
     labels = {row: find_row(row)[0] for row in args.rows}
@@ -193,7 +192,7 @@ def main() -> None:
     hide_messages()
     for row in labels:
         check_options(network_line(row, links[0], own, args.images, args.speedup))
-    for seed in args.seeds:  # outermost, so that the first picture of all rows comes early
+    for seed in args.seeds:  # outermost: an early picture shows all rows
         for link in links:
             for row, label in labels.items():
                 given = [f"--seed_everything={seed}", *own]

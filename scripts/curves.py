@@ -1,4 +1,4 @@
-"""Draws the curves of runs in one picture, curves.png: of the README, and of docs/runs.md.
+"""Plot the curves of several runs in curves.png, as in the README and docs/runs.md.
 
 python scripts/curves.py RUN_DIR RUN_DIR ...
 """
@@ -16,7 +16,7 @@ for axes, name in zip(figure.subplots(1, 2), ["val_loss", "val_acc"]):
     for n, run_dir in enumerate(map(Path, sys.argv[1:])):
         rows = csv.DictReader((run_dir / "metrics.csv").open())
         points = [(int(row["epoch"]) + 1, float(row[name])) for row in rows if row[name]]
-        # a narrow line on a wide one: both can be seen where they are equal
+        # narrow lines on wide ones: equal curves stay visible
         axes.plot(*zip(*points), color=f"C{n}", linewidth=max(1, 6 - 4 * n), label=run_dir.name)
     axes.legend()
 figure.savefig("curves.png", dpi=110)

@@ -1,17 +1,17 @@
-"""Measures steps under each exchange, and under `ddp` with PyTorch's hooks, on emulated links.
+"""Measure steps with each exchange, and with `ddp` and PyTorch's hooks, on emulated links.
 
     python scripts/exchanges_on_links.py --links 20,100 --rows ddp "ddp fp16" half top_k
     python scripts/exchanges_on_links.py --links 1,500 5,500 20,100 40,50 20,100,4
     python scripts/exchanges_on_links.py --links 1,500 --images 8 --model=ResNet18
 
-A row has a name as in ROWS, or is the path of an exchange of your own, or a label and options:
+A row is a name in ROWS, the path of a custom exchange, or a label and options of `fit`:
 
     --rows ddp "every 32=--trainer.strategy=exchange_diloco --trainer.strategy.sync_every=32"
 
-A link is milliseconds each way, Mbit/s, and the number of machines (2 if left out), which have 128
-images and one thread each. Machines have links of their own by 1/1/40,400/400/50,3. Other options
-go to every `fit`. It prints milliseconds per step, and the MB that a machine sends. Lightning
-broadcasts a flag before every batch; rows with a star do not.
+A link is: one-way latency in ms, Mbit/s, and the number of machines (default: 2), with 128 images
+and one thread each. Separate links per machine: 1/1/40,400/400/50,3. Other options are passed to
+every `fit`. It prints the milliseconds per step, and the MB sent per machine. Lightning broadcasts
+a flag before every batch; rows with a star do not.
 """
 
 import os
@@ -36,7 +36,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 
 from lightning_mgpu.lab.network import links
 
-BATCH, EVERY = 128, 16  # images of each machine; steps between exchanges of weights
+BATCH, EVERY = 128, 16  # images per machine; steps between synchronizations
 NUM_STEPS = 33 + 3 * EVERY  # the first 32 are a warm-up, and times are differences
 FEW_STEPS = (
     *("--data.source=synthetic", "--trainer.max_epochs=1", "--trainer.logger=false"),
@@ -65,7 +65,7 @@ def half(X: Tensor, state: Any) -> Generator[Any, Any, Tensor]:
 
 
 class HookedDDP(DDPStrategy):
-    """`ddp` with one of PyTorch's hooks, which Lightning would leave out on a CPU."""
+    """`ddp` with one of PyTorch's communication hooks, which Lightning ignores on CPUs."""
 
     def __init__(self, row: str, **kwargs: Any) -> None:
         local = local_sgd.PostLocalSGDState(None, None, 2, False)
@@ -93,7 +93,7 @@ class HookedDDP(DDPStrategy):
 
 
 def find_row(row: str) -> tuple[str, list[str]]:
-    """The label of a row, and its options of `fit`."""
+    """The label of a row, and its options for `fit`."""
     label, _, options = row.partition("=")
     if options.startswith("--"):
         return label, shlex.split(options)
@@ -105,7 +105,7 @@ def find_row(row: str) -> tuple[str, list[str]]:
         strategy, *more = f"{HERE}.HookedDDP", f".row={row}"
     else:
         known = f"{', '.join(ROWS)}, the path of an exchange, or 'label=--options'"
-        sys.exit(f"no row {row!r}: take {known}")
+        sys.exit(f"no row {row!r}: use {known}")
     return row, [f"{STRATEGY}={strategy}", *(f"{STRATEGY}{each}" for each in more)]
 
 
@@ -122,7 +122,7 @@ def network_line(
 
 
 def run_network(line: Sequence[str]) -> str:
-    """Returns what it prints. It ends with this script, also after `kill -9`."""
+    """Run `network` and return its output. It ends with this script, even after `kill -9`."""
     path = f"{Path(__file__).parent}:{os.environ.get('PYTHONPATH', '')}"
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "WANDB_MODE": "disabled"}
     command = [sys.executable, "-m", "lightning_mgpu", "network", *line]
@@ -149,22 +149,22 @@ def measure(row: str, link: str, images: int, speedup: float, options: list[str]
 
 def check_link(link: str) -> str:
     if not re.fullmatch(r"[\d./]+,[\d./]+(,\d+)?", link):
-        raise ArgumentTypeError(f"{link!r}: it is ms,Mbit/s or ms,Mbit/s,machines: 20,100")
+        raise ArgumentTypeError(f"{link!r}: use ms,Mbit/s or ms,Mbit/s,machines, such as 20,100")
     return link
 
 
 def make_parser(description: str | None) -> ArgumentParser:
     options: Any = {"formatter_class": RawDescriptionHelpFormatter, "allow_abbrev": False}
     parser = ArgumentParser(description=description, **options)
-    parser.add_argument("--links", type=check_link, nargs="+", default=["20,100"])
-    parser.add_argument("--images", type=int, default=BATCH, help="of each machine")
-    parser.add_argument("--speedup", type=float, default=1.0, help="as of `network`")
+    parser.add_argument("--links", type=check_link, nargs="+", default=["20,100"], help="links")
+    parser.add_argument("--images", type=int, default=BATCH, help="per machine (default: 128)")
+    parser.add_argument("--speedup", type=float, default=1.0, help="as for `network`")
     return parser
 
 
 if __name__ == "__main__":
     parser = make_parser(__doc__)
-    parser.add_argument("--rows", nargs="+", default=ROWS)
+    parser.add_argument("--rows", nargs="+", default=ROWS, help="rows to measure")
     args, options = parser.parse_known_args()
     print("| per step |", " | ".join(args.links), "|")
     print("| --- " * (1 + len(args.links)) + "|")

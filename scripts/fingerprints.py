@@ -1,9 +1,9 @@
-"""Prints the table of docs/strategies.md: the same bits in 1, 2, 4 processes and on 2 machines.
+"""Print the table of docs/strategies.md: weights are identical in 1, 2, 4 processes, 2 machines.
 
     python scripts/fingerprints.py textbook top_k --trainer.limit_train_batches=20
 
-Four replicas train an epoch. A batch of 234 images is cut into 59, 59, 58 and 58; the last one, of
-10, into 3, 3, 2 and 2. Without names all rows are made. Options go to every run. The machines are
+Four replicas train for one epoch. A batch of 234 images is split into 59, 59, 58 and 58; the last
+one, of 10, into 3, 3, 2 and 2. Default: all rows. Options are passed to every run. The machines are
 emulated.
 """
 
@@ -38,7 +38,7 @@ ROWS = {  # and the options of each
     "padded": [BY_BOOK, "--data=fingerprints.PaddedImages"],
     "accumulated": [BY_BOOK, "--trainer.accumulate_grad_batches=2"],
     "two epochs": [BY_BOOK, "--trainer.max_epochs=2"],
-    "resumed": [BY_BOOK],  # two epochs, the first of them at another place
+    "resumed": [BY_BOOK],  # two epochs, the first one in a different place
 }
 PLACES = {
     "1 process": ["fit", "--trainer.num_nodes=1", "--trainer.devices=1"],
@@ -57,7 +57,7 @@ class Net(Classifier):
 
 
 class NoisyImages(FashionMNIST):
-    """A plain DataLoader with a worker, of images to which noise is added as they are read."""
+    """A plain DataLoader with a worker, whose images get random noise when they are read."""
 
     noise, collate_fn = 0.1, staticmethod(default_collate)
 
@@ -82,7 +82,7 @@ class Noisy(Dataset):
 
 
 class PaddedImages(NoisyImages):
-    """Images that are padded on the left as far as the largest label of their shard says."""
+    """Images padded on the left by the largest label of their shard."""
 
     noise = 0.0
 
@@ -101,7 +101,7 @@ def fit(place: str, *options: str) -> str:
 
 if __name__ == "__main__":
     if unknown := {*NAMES} - {*ROWS}:
-        sys.exit(f"no row {unknown.pop()}: take {', '.join(ROWS)}; options have a =")
+        sys.exit(f"no row {unknown.pop()}: use {', '.join(ROWS)}; options have a =")
     print("| four replicas |", " | ".join(PLACES), "|")
     print("| --- " * (1 + len(PLACES)) + "|")
     for row in NAMES or ROWS:

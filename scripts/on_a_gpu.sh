@@ -1,7 +1,7 @@
 #!/bin/bash
-# What a machine with one GPU can show in eight minutes, without a network: tables in Markdown, in the directory given. Each
-# part writes its file before the next one begins. .github/CONTRIBUTING.md has what must be installed; the images are under
-# DATA (default: ~/.cache/lightning_mgpu). With SIMULATED=1 it runs on the devices of tests/simulated, with few batches.
+# Measurements on one GPU in eight minutes, without a network: Markdown tables, written to the given directory. Each part
+# writes its file before the next one starts. Requirements: see .github/CONTRIBUTING.md; images: DATA (default:
+# ~/.cache/lightning_mgpu). SIMULATED=1 runs on the devices of tests/simulated, with few batches.
 #
 #   scripts/on_a_gpu.sh results
 set -u
@@ -24,7 +24,7 @@ from lightning_mgpu.__main__ import main
 main()' "$@"
 }
 
-fit() { # its name, seconds at most, options: the run directory is $out/NAME
+fit() { # name, timeout in seconds, options; the run directory is $out/NAME
   local name=$1 seconds=$2
   shift 2
   accelerator=$([ "$kind" = cuda ] && echo gpu || echo sim)
@@ -56,7 +56,7 @@ steps() { # a row: milliseconds per step in the second epoch
     '{s = $1} END {printf "| %s | %s |\n", name, (NR > 1 ? sprintf("%.2f", 1000 * s / n) : "")}'
 }
 
-reach() { # a row: seconds per epoch, the validation accuracy in the end, and training seconds until it is at least the target
+reach() { # a row: seconds per epoch, final validation accuracy, and seconds of training until the target accuracy
   local recipe=$1 target=$2 seconds=$3
   shift 3
   fit "$recipe" "$seconds" --config "experiment/$recipe.yaml" --data.root="$data" "$@"

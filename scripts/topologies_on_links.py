@@ -1,11 +1,11 @@
-"""Predicts and measures steps under each allreduce as it is written, on emulated links.
+"""Predict and measure steps with each allreduce, run as written, on emulated links.
 
     python scripts/topologies_on_links.py --links 2,50,4 20,500,4 --images 32 --speedup 2
 
-A link is milliseconds each way, Mbit/s, and the number of machines. `predicted` is the time of the
-messages: the sum over buckets and supersteps of the latency, and of the largest number of bytes
-that a machine sends or receives, divided by the bandwidth. `measured` is the time of a step less
-that of one machine alone. Other options go to every `fit`.
+A link is: one-way latency in ms, Mbit/s, and the number of machines. `predicted` is the time of the
+messages, summed over buckets and supersteps: the latency, plus the largest number of bytes that a
+machine sends or receives divided by the bandwidth. `measured` is the time of a step minus a step
+of one machine alone. Other options are passed to every `fit`.
 """
 
 import re
@@ -31,7 +31,7 @@ NUM_STEPS = f"--trainer.limit_train_batches={WARM_UP + 17}"
 
 
 def predict(name: str, module: Any, k: int, ms: float, mbit: float) -> tuple[float, list[float]]:
-    """Milliseconds of all messages of a step, and MB that each machine sends."""
+    """Predict the milliseconds of all messages of a step, and the MB sent by each machine."""
     function = getattr(allreduce, f"{name}_allreduce")
     is_elementwise = getattr(function, "elementwise", False)
     total, sent = 0.0, torch.zeros(k, dtype=torch.float64)
@@ -49,7 +49,7 @@ def predict(name: str, module: Any, k: int, ms: float, mbit: float) -> tuple[flo
 
 
 def measure(row: str, link: str, args: Any, options: list[str]) -> tuple[float, list[float]]:
-    """The mean milliseconds per step, and the MB per step that each machine sends."""
+    """Measure the mean milliseconds per step, and the MB per step sent by each machine."""
     with TemporaryDirectory() as run:
         given = (*FEW_STEPS, NUM_STEPS, *options, f"--run_dir={run}")
         output = run_network(network_line(row, link, given, args.images, args.speedup))
@@ -58,7 +58,7 @@ def measure(row: str, link: str, args: Any, options: list[str]) -> tuple[float, 
 
 
 def show(values: list[float]) -> str:
-    """One number if all are nearly equal."""
+    """Format values; one number if they are nearly equal."""
     if max(values) < 1.05 * min(values):
         values = values[:1]
     return ", ".join(f"{value:.2f}" for value in values)
@@ -66,7 +66,7 @@ def show(values: list[float]) -> str:
 
 if __name__ == "__main__":
     parser = make_parser(__doc__)
-    parser.add_argument("--model", default="LeNet", help="of lightning_mgpu.models")
+    parser.add_argument("--model", default="LeNet", help="class in lightning_mgpu.models")
     args, options = parser.parse_known_args()
     module, options = getattr(models, args.model)(), [*options, f"--model={args.model}"]
     for link in args.links:

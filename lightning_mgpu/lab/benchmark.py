@@ -34,9 +34,7 @@ def benchmark_command(arguments: Sequence[str]) -> None:
     parser = make_parser("benchmark", __doc__)
     parser.usage = f"{parser.prog} [options] [ROW ...] [options of fit]"
     add = parser.add_argument
-    add(
-        "--devices", "--trainer.devices", type=int, default=2, help="number of devices (default: 2)"
-    )
+    add("--devices", "--trainer.devices", type=int, default=2, help="device count (default: 2)")
     add("--num_steps", type=int, default=50, help="steps per epoch (default: 50)")
     add("--repeats", type=int, default=5, help="number of rounds (default: 5)")
     add("--csv", default=os.devnull, help="CSV file for all measurements")

@@ -193,7 +193,7 @@ def train_with_delay() -> Any:
 
 
 def test_a_timeout_counts_from_the_arrival(in_two_processes):
-    """And a fit that fails while differences are under way leaves nothing for the next one."""
+    """And a fit that fails while pseudo-gradients are in flight leaves nothing for the next one."""
     found, other = in_two_processes(train_with_delay)
     assert found[:2] == other[:2] and "on purpose" in found[0], found
     for each in (found, other):
@@ -218,7 +218,7 @@ def test_bytes_that_are_logged(every, num_exchanges, tmp_path):
         ({"sync_every": 0}, "sync_every=0"),
         ({"sync_every": 2, "sync_delay": 3}, "sync_delay=3: must be from 0 to sync_every=2"),
         ({"mix": 0.5}, "mix=0.5: needs a `sync_delay`"),
-        ({"outer_step": flat, "outer_lr": 0.5}, "the default of `outer_step`"),
+        ({"outer_step": flat, "outer_lr": 0.5}, "configure the default `outer_step`"),
     ],
 )
 def test_options_that_are_refused(options, said):
@@ -232,4 +232,4 @@ def test_an_outer_step_is_named():
 
 
 def test_manual_optimization_is_refused():
-    assert "need automatic optimization" in attempt(train, LocalSGDStrategy(), Manual)
+    assert "support neither manual optimization" in attempt(train, LocalSGDStrategy(), Manual)

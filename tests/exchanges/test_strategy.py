@@ -201,7 +201,7 @@ def test_refusals(tmp_path):
         assert said in found and "\n" not in found, found
     for options, said in [
         ({"flat": True, "exchange": power_sgd}, "power_sgd needs matrices"),
-        ({"flat": True, "bucket_cap_mb": 4}, "leave out `bucket_cap_mb`"),
+        ({"flat": True, "bucket_cap_mb": 4}, "omit `bucket_cap_mb`"),
     ]:
         with pytest.raises(ValueError, match=said):
             ExchangeStrategy(**options)

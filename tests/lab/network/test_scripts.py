@@ -1,4 +1,4 @@
-"""scripts/accuracy_against_bytes.py makes no run twice, and goes on after a kill."""
+"""scripts/accuracy_against_bytes.py reuses finished runs, and continues after a kill."""
 
 import csv
 import sys
