@@ -33,9 +33,9 @@ def network_command(arguments: list[str]) -> None:
     fast = "emulate devices F times as fast as one core (default: 1)"
     add("--speedup", type=float, metavar="F", default=1.0, help=fast)
     many: Any = {"type": numbers, "metavar": "X[,X...]"}
-    add("--delay_ms", **many, default=[20.0], help="latency, half at each end (default: 20)")
+    add("--delay_ms", **many, default=[20.0], help="latency in ms, half at each end (default: 20)")
     add("--mbit", **many, default=[100.0], help="bandwidth per direction, Mbit/s (default: 100)")
-    add("--slowdown", **many, default=[1.0], help="slow computation down X times (default: 1)")
+    add("--slowdown", **many, default=[1.0], help="make computation X times slower (default: 1)")
     add("--csv", help="CSV file for the times of all steps, a row per machine and step")
     add("--picture", help="PNG file for a timeline of some steps")
     add("fit", choices=["fit"], help="subcommand to run, followed by its options")

@@ -1,7 +1,7 @@
 """Trace the messages of an allreduce or exchange, and predict its time.
 
     python -m lightning_mgpu trace my_allreduce.chain_allreduce --devices 4
-    python -m lightning_mgpu trace textbook ring top_k --delay_ms 2 --mbit 50 --sweep
+    python -m lightning_mgpu trace textbook ring top_k --delay_ms 2 --mbit 50
 
 An allreduce is traced on tensors without values. An exchange runs for 64 steps on a random matrix
 per device, the same in each step: with error feedback, the error of the sum approaches 0. The
