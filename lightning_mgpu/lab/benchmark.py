@@ -73,7 +73,7 @@ def benchmark_command(arguments: Sequence[str]) -> None:
         finally:  # also after Ctrl-C
             print_table(ms, failed)
     if len(failed) == len(lines):
-        raise UsageError("all rows failed; see the table above")
+        raise UsageError("no row could be measured; see the table above")
 
 
 def complete(line: list[str]) -> list[str]:

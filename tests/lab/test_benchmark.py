@@ -101,7 +101,7 @@ def test_all_processes_have_as_many_threads(most, threads, note, main, fits, mon
         ("--modle=A", "unrecognized arguments: --modle=A"),
         ("a= a=--model=LeNet", "two ROWs have the same label"),
         ("--trainer.strategy=dp", "use it in a ROW"),
-        ("a=--trainer.strategy=dp", "all rows failed"),
+        ("a=--trainer.strategy=dp", "no row could be measured"),
     ],
 )
 def test_a_mistake_is_told_in_one_line(words, message, main, fits, capsys):
