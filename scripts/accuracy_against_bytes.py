@@ -167,12 +167,12 @@ def draw(found: list[dict[str, Any]]) -> Figure:
 def print_table(found: list[dict[str, Any]]) -> None:
     print("| exchange | link | MB per machine | ms per step | seconds | test accuracy |")
     print("| --- | --- | ---: | ---: | ---: | --- |")
-    for label, link in dict.fromkeys((each["label"], each["link"]) for each in found):
-        runs = [each for each in found if (each["label"], each["link"]) == (label, link)]
+    for label, link in dict.fromkeys((run["label"], run["link"]) for run in found):
+        runs = [run for run in found if (run["label"], run["link"]) == (label, link)]
         mb, ms, seconds = (mean(e[n] for e in runs) for n in ("mb", "ms_per_step", "seconds"))
-        tests = ", ".join(f"{each['test_acc']:.3f}" for each in runs)
+        tests = ", ".join(f"{run['test_acc']:.3f}" for run in runs)
         print(f"| {label} | {link} | {mb:.2f} | {ms:.0f} | {seconds:.0f} | {tests} |")
-    if short := [each["run"] for each in found if each["cores_are_short"]]:
+    if short := [run["run"] for run in found if run["cores_are_short"]]:
         print(f"CPU cores were scarce, so do not trust the seconds of: {', '.join(short)}")
 
 
@@ -188,7 +188,7 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     found = []
     version, own = find_version(), [*OPTIONS, f"--trainer.max_epochs={args.epochs}", *options]
-    links = [each if each.count(",") > 1 else f"{each},{args.machines}" for each in args.links]
+    links = [link if link.count(",") > 1 else f"{link},{args.machines}" for link in args.links]
     hide_messages()
     for row in labels:
         check_options(network_line(row, links[0], own, args.images, args.speedup))

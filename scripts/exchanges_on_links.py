@@ -61,7 +61,7 @@ ROWS = (*HOOKS, *(f"{hook}*" for hook in HOOKS), *EXCHANGES)
 
 
 def half(X: Tensor, state: Any) -> Generator[Any, Any, Tensor]:
-    return sum(each.to(X.dtype) for each in (yield X.half()))
+    return sum(received.to(X.dtype) for received in (yield X.half()))
 
 
 class HookedDDP(DDPStrategy):
@@ -106,7 +106,7 @@ def find_row(row: str) -> tuple[str, list[str]]:
     else:
         known = f"{', '.join(ROWS)}, the path of an exchange, or 'label=--options'"
         sys.exit(f"no row {row!r}: use {known}")
-    return row, [f"{STRATEGY}={strategy}", *(f"{STRATEGY}{each}" for each in more)]
+    return row, [f"{STRATEGY}={strategy}", *(f"{STRATEGY}{option}" for option in more)]
 
 
 def network_line(
@@ -116,7 +116,7 @@ def network_line(
     delay, mbit, machines = (*link.replace("/", " ").split(","), "2")[:3]
     machines = "1" if row == "alone" else machines
     line = [f"--machines={machines}", f"--delay_ms={delay}", f"--mbit={mbit}"]
-    line = [each.replace(" ", ",") for each in line]
+    line = [option.replace(" ", ",") for option in line]
     batch = f"--data.batch_size={images * int(machines)}"
     return [*line, f"--speedup={speedup:g}", "fit", batch, *options, *find_row(row)[1]]
 
@@ -136,8 +136,8 @@ def run_network(line: Sequence[str]) -> str:
 
 def read_table(output: str) -> list[float]:
     """The MB that a machine sends, MB per step, and ms per step: means over the machines."""
-    rows = [each.split("|") for each in re.findall(r"^\| \d.*", output, flags=re.MULTILINE)]
-    return [mean(float(each[column]) for each in rows) for column in (2, 3, 5) if rows]
+    rows = [line.split("|") for line in re.findall(r"^\| \d.*", output, flags=re.MULTILINE)]
+    return [mean(float(row[column]) for row in rows) for column in (2, 3, 5) if rows]
 
 
 def measure(row: str, link: str, images: int, speedup: float, options: list[str]) -> str:

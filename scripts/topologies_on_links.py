@@ -39,7 +39,7 @@ def predict(name: str, module: Any, k: int, ms: float, mbit: float) -> tuple[flo
         bucket = Bucket(group, k, is_elementwise)
         written = [WrittenBucket(bucket, lambda X: record(function, k, X), i) for i in range(k)]
         for number in range(len(written[0].sizes)):
-            sizes = [each.sizes[number] for each in written]  # sent and received, by machine
+            sizes = [part.sizes[number] for part in written]  # sent and received, by machine
             bytes_by_machine = torch.tensor(
                 [[sum(map(sum, side)) for side in both] for both in sizes], dtype=torch.float64
             )

@@ -44,10 +44,10 @@ def nesterov(mean: Tensor, state: Any, lr: float = 1.0, momentum: float = 0.0) -
 
 
 def exchange_and_step(
-    exchange: Any, outer: Callable[[Tensor, Any], Tensor], difference: Tensor, state: Any
+    exchange: Any, outer: Callable[[Tensor, Any], Tensor], pseudo_gradient: Tensor, state: Any
 ) -> Generator[Any, Any, Tensor]:
     """Exchange a pseudo-gradient, and apply the outer optimizer to the result."""
-    mean = yield from exchange(difference, state)
+    mean = yield from exchange(pseudo_gradient, state)
     return outer(mean, state.setdefault("outer", {}))
 
 

@@ -17,7 +17,7 @@ def power_sgd(X: Tensor, state: Any, rank: int = 2) -> Generator[Any, Any, Tenso
     if rank * (n + m) >= n * m:
         return sum((yield X))
     M = X.flatten(1) + state.get("residual", 0)
-    if "Q" not in state:  # the same in all replicas
+    if "Q" not in state:  # identical in all replicas
         generator = torch.Generator().manual_seed(crc32(f"{state.name} {state.seed}".encode()))
         state["Q"] = torch.randn(m, rank, generator=generator).to(X)
     P = torch.linalg.qr(sum((yield M @ state["Q"]))).Q

@@ -27,7 +27,7 @@ class State(UserDict):
         self, name: str, replica: int, num_replicas: int, data: dict[str, Any], seed: int = 0
     ) -> None:
         self.name, self.replica, self.num_replicas, self.data = name, replica, num_replicas, data
-        self.seed = seed  # of the fit: the same in all replicas, and after a resume
+        self.seed = seed  # of the run: identical in all replicas, and after a resume
 
 
 class RoundLayout:
@@ -67,7 +67,7 @@ class RoundLayout:
             layouts = self.control.all_gather_objects(layouts[0], "shapes of an exchange")
         for replica, i in np.argwhere(rows != rows[0]).tolist():
             name, waiting = [*running.items()][i]
-            lines = [each.gi_yieldfrom.gi_frame.f_lineno for each in waiting if each.gi_yieldfrom]
+            lines = [g.gi_yieldfrom.gi_frame.f_lineno for g in waiting if g.gi_yieldfrom]
             raise RuntimeError(
                 f"{name}, waiting in line {lines}: replica {replica} sends "
                 f"{layouts[replica][name]}, but replica 0 sends {layouts[0][name]}"
@@ -105,7 +105,7 @@ def run_exchanges(
     received: dict[str, Any] = dict.fromkeys(planned)
     num_bytes = 0
     for number in count():
-        by_name = {name: [each.send(received[name]) for each in running[name]] for name in running}
+        by_name = {name: [g.send(received[name]) for g in running[name]] for name in running}
         sent = [{name: xs[i] for name, xs in by_name.items()} for i in range(len(replicas))]
         layout.check(number, sent, running)
         if not any(tensors_of(x) for x in sent[0].values()):

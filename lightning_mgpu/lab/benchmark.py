@@ -69,7 +69,7 @@ def benchmark_command(arguments: Sequence[str]) -> None:
                         csv.writer(file).writerow([number, label, ms[label][-1]])
                     except ChildProcessError as error:
                         failed[label] = f"failed: {error}".replace("|", "/")
-                order.append(order.pop(0))  # the next round begins with another row
+                order.append(order.pop(0))  # the next round begins with the next row
         finally:  # also after Ctrl-C
             print_table(ms, failed)
     if len(failed) == len(lines):
