@@ -4,7 +4,7 @@ A test file has a table of such runs, `CASES`, and one test that calls `check` f
 modules and datasets of several files.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -26,15 +26,15 @@ class Case(NamedTuple):
     rtol_logged: float = 1e-10
 
 
-def fit_case(module: str, name: str, **options: Any) -> Any:
+def fit_case(module, name, **options):
     """Weights and logged values of a case of a test file, or its error as text."""
-    case: Case = import_module(module).CASES[name]
+    case = import_module(module).CASES[name]
     return attempt(fit, case.make, **{**case.arguments(), **options})
 
 
-def check(module: str, name: str, in_two_processes: Callable[..., list[Any]]) -> None:
+def check(module, name, in_two_processes):
     """Compare the runs of a case in two processes and in one, or find its error in both of two."""
-    case: Case = import_module(module).CASES[name]
+    case = import_module(module).CASES[name]
     runs = [] if case.is_for_one else in_two_processes(fit_case, module, name)
     if case.said:
         check_refused(runs, case.said)
@@ -51,32 +51,28 @@ def check(module: str, name: str, in_two_processes: Callable[..., list[Any]]) ->
         assert_close(*logged, max(case.rtol, case.rtol_logged))
 
 
-def check_refused(runs: list[Any], said: str) -> None:
+def check_refused(runs, said):
     for found in runs:
         assert said in found and "\n" not in found, found
 
 
 class Manual(Net):
-    """Optimizes by hand."""
-
     automatic_optimization = False
 
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizer: Any = self.optimizers()
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
         optimizer.zero_grad()
         self.manual_backward(self.loss(batch))
         optimizer.step()
 
 
 class Validated(Net):
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
+    def validation_step(self, batch, batch_idx):
         self.log("val_loss", self.loss(batch))
 
 
 class Weighted(Net):
-    """Samples of class 2 do not count."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         is_counted = batch[1] != 2
         losses = F.cross_entropy(self.net(batch[0]), batch[1], reduction="none")
         loss = (losses * is_counted).sum() / is_counted.sum()  # for 0 / 0, NaN gradients, too
@@ -85,16 +81,14 @@ class Weighted(Net):
 
 
 class Logs(Net):
-    """Logs losses and metrics in all the usual ways."""
-
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.accuracy, self.train_accuracy = (
             MulticlassAccuracy(3, average="micro") for _ in range(2)
         )
         self.metrics = MetricCollection([MulticlassF1Score(3), MulticlassAccuracy(3)])
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         assert self.device == batch[0].device
         loss = self.loss(batch)
         self.log("epoch", loss, on_step=False, on_epoch=True, sync_dist=True)
@@ -102,10 +96,10 @@ class Logs(Net):
         self.log("train_accuracy", self.train_accuracy, on_step=False, on_epoch=True)
         return loss
 
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, outputs, batch, batch_idx):
         assert outputs["loss"].ndim == 0 and outputs["loss"].device == self.device
 
-    def evaluate(self, batch: Any, kind: str) -> None:
+    def evaluate(self, batch, kind):
         loss = self.loss(batch)
         self.log(f"{kind}_loss", loss)
         self.log(f"{kind}_loss_synced", loss, sync_dist=True)
@@ -115,29 +109,29 @@ class Logs(Net):
         self.accuracy(self.net(batch[0]), batch[1])
         self.log(f"{kind}_accuracy", self.accuracy)
 
-    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def validation_step(self, batch, batch_idx, dataloader_idx=0):
         self.evaluate(batch, "val")
         self.metrics.update(self.net(batch[0]), batch[1])
         self.log("val", self.loss(batch), on_step=True, on_epoch=True)
         if batch_idx > 1:
             self.log("val_some", self.loss(batch))
 
-    def on_validation_epoch_end(self) -> None:
+    def on_validation_epoch_end(self):
         self.log_dict(self.metrics.compute())
         self.metrics.reset()
 
-    def test_step(self, batch: Any, batch_idx: int) -> None:
+    def test_step(self, batch, batch_idx):
         self.evaluate(batch, "test")
 
 
 class Predicts(Net):
-    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+    def predict_step(self, batch, batch_idx):
         return batch[0][:, 0]
 
 
 class Stream(IterableDataset):
-    def __init__(self, items: Any) -> None:
+    def __init__(self, items):
         self.items = items
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self):
         yield from self.items

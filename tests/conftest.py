@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import resource
 import signal
 import struct
 import subprocess
@@ -10,11 +9,9 @@ import sys
 import time
 import warnings
 from argparse import ArgumentTypeError
-from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from logging import getLogger
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported; handed on to subprocesses
@@ -25,7 +22,6 @@ import torch
 import yaml
 from lightning.pytorch import Trainer
 from matplotlib.figure import Figure
-from torch import Tensor
 
 from lightning_mgpu.cli.main import main as run_command_line
 from lightning_mgpu.cli.strategy_names import make_strategy
@@ -40,7 +36,7 @@ NUM_TRAIN, NUM_TEST = 503, 107  # primes: every batch size and number of process
 save_figure = Figure.savefig
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
+def pytest_addoption(parser):
     group = parser.getgroup("promises of strategies, tests/test_promises.py")
     text = "print a table for these names, or paths: my_package.MyStrategy"
     group.addoption("--strategies", nargs="+", default=[], help=text)
@@ -50,14 +46,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--options", nargs="+", default=[], type=name_and_value, help=text)
 
 
-def name_and_value(text: str) -> tuple[str, Any]:
+def name_and_value(text):
     name, equals, value = text.partition("=")
     if not equals:
         raise ArgumentTypeError(f"{text}: write name=value")
     return name, yaml.safe_load(value)
 
 
-def pytest_configure(config: pytest.Config) -> None:
+def pytest_configure(config):
     """Raise a usage error for a strategy that cannot be made."""
     strategies = config.getoption("strategies")
     sys.path[:0] = [os.getcwd()] if strategies else []  # as `python -m pytest` does
@@ -68,7 +64,7 @@ def pytest_configure(config: pytest.Config) -> None:
             raise pytest.UsageError(str(error)) from error
 
 
-def pytest_terminal_summary(terminalreporter: Any) -> None:
+def pytest_terminal_summary(terminalreporter):
     """Print the promises of `--strategies` as a table. A case without a report has no answer."""
     if not (strategies := terminalreporter.config.getoption("strategies")):
         return
@@ -88,7 +84,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 
 @pytest.fixture(scope="session")
-def tiny_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tiny_root(tmp_path_factory):
     """`data.root` of a dataset of 503 and 107 images."""
     raw = (root := tmp_path_factory.mktemp("data")) / "FashionMNIST" / "raw"
     raw.mkdir(parents=True)
@@ -99,24 +95,21 @@ def tiny_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def write_idx(path: Path, values: Tensor) -> None:
-    """Write uint8 values (N, 28, 28) or (N,) as an IDX file."""
+def write_idx(path, values):
     header = struct.pack(f">BBBB{values.ndim}I", 0, 0, 8, values.ndim, *values.shape)
     path.write_bytes(header + values.to(torch.uint8).numpy().tobytes())
 
 
 @pytest.fixture
-def root(tiny_root: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def root(tiny_root, monkeypatch):
     """Makes `FashionMNIST(root=...)` of this process take the tiny dataset."""
     monkeypatch.setattr(fashion_mnist, "ensure_fashion_mnist", lambda root, *_: f"files in {root}")
     return tiny_root
 
 
 @pytest.fixture
-def make_data(root: Path) -> Callable[..., FashionMNIST]:
-    """A data module on the tiny dataset, prepared and set up."""
-
-    def make(**kwargs: Any) -> FashionMNIST:
+def make_data(root):
+    def make(**kwargs):
         usual = {"root": str(root), "batch_size": 64, "val_size": 101, "seed": 3}
         data = FashionMNIST(**{**usual, **kwargs})
         data.prepare_data()
@@ -127,7 +120,7 @@ def make_data(root: Path) -> Callable[..., FashionMNIST]:
 
 
 @pytest.fixture
-def make_trainer(tmp_path: Path) -> Callable[..., Trainer]:
+def make_trainer(tmp_path):
     """A quiet Trainer on one CPU that writes nothing unless told to."""
     off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
     quiet = {**dict.fromkeys(off, False), "num_sanity_val_steps": 0, "default_root_dir": tmp_path}
@@ -136,7 +129,7 @@ def make_trainer(tmp_path: Path) -> Callable[..., Trainer]:
 
 
 @pytest.fixture
-def main(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., int]]:
+def main(tmp_path, monkeypatch):
     """Run `python -m PACKAGE ARGS` in this process and an empty directory; the exit status."""
     # pictures are saved empty: else half of a short run is text that matplotlib draws
     empty = Figure(figsize=(1, 1))
@@ -146,7 +139,7 @@ def main(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
     monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
     handlers = [*getLogger("lightning.pytorch").handlers, *getLogger("lightning.fabric").handlers]
 
-    def run(*args: str, package: str = "lightning_mgpu") -> int:
+    def run(*args, package="lightning_mgpu"):
         signals = {number: signal.getsignal(number) for number in SIGNALS}
         with mock.patch.dict(os.environ), monkeypatch.context() as patch:
             patch.setattr(sys, "argv", [f"{package}/__main__.py", *args])
@@ -173,23 +166,14 @@ def main(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
             del sys.modules[name]
 
 
-@pytest.fixture
-def full_disk() -> Iterator[None]:
-    """No file can grow beyond 200 bytes."""
-    most = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
-    resource.setrlimit(resource.RLIMIT_FSIZE, (200, most))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
-
-
 @pytest.fixture(scope="session")
-def in_two_processes() -> Iterator[Callable[..., list[Any]]]:
+def in_two_processes():
     """Call a function of a test file in two processes, which all tests share; their results."""
     from tests.strategies.conftest import Group
 
-    groups: list[Group] = []
+    groups = []
 
-    def run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+    def run(function, *args, **kwargs):
         group = groups.pop() if groups else Group(2)
         try:
             group.send(function.__module__, function.__name__, args, kwargs)
@@ -208,18 +192,16 @@ def in_two_processes() -> Iterator[Callable[..., list[Any]]]:
 class Command:
     """`python -m lightning_mgpu` in processes of its own; none of them may outlive it."""
 
-    def __init__(self, cwd: Path) -> None:
+    def __init__(self, cwd):
         self.cwd = cwd
         path = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
         own = {"HOME": str(cwd), "PYTHONPATH": path, "WANDB_MODE": "disabled", "COLUMNS": "120"}
         self.env = os.environ | own
         for name in ("PL_GLOBAL_SEED", "WANDB_API_KEY"):
             self.env.pop(name, None)
-        self.started: list[subprocess.Popen[str]] = []
+        self.started = []
 
-    def start(
-        self, *args: str, launcher: tuple[str, ...] = ("-m", "lightning_mgpu"), **env: str
-    ) -> subprocess.Popen[str]:
+    def start(self, *args, launcher=("-m", "lightning_mgpu"), **env):
         line, env, pipe = [sys.executable, *launcher, *args], {**self.env, **env}, subprocess.PIPE
         process = subprocess.Popen(
             line, cwd=self.cwd, env=env, text=True, start_new_session=True, stdout=pipe, stderr=pipe
@@ -227,7 +209,7 @@ class Command:
         self.started.append(process)
         return process
 
-    def finish(self, process: subprocess.Popen[str], timeout: float) -> tuple[int, str, str]:
+    def finish(self, process, timeout):
         """Exit status, stdout and stderr; fails if the process leaves others behind."""
         out, err = process.communicate(timeout=timeout)
         for _ in range(50):  # children may need a moment to go
@@ -236,11 +218,10 @@ class Command:
             time.sleep(0.1)
         pytest.fail(f"processes left behind\n{out}\n{err}")
 
-    def __call__(self, *args: str, timeout: float = 120) -> tuple[int, str, str]:
+    def __call__(self, *args, timeout=120):
         return self.finish(self.start(*args), timeout)
 
-    def end(self) -> None:
-        """End the processes that a failed test has not waited for."""
+    def end(self):
         for process in self.started:
             process.terminate()  # it ends children with groups of their own
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -249,14 +230,14 @@ class Command:
                 os.killpg(process.pid, signal.SIGKILL)
 
 
-def group_lives(group: int) -> bool:
+def group_lives(group):
     with contextlib.suppress(ProcessLookupError):
         return os.killpg(group, 0) is None
     return False
 
 
 @pytest.fixture
-def command(tmp_path: Path) -> Iterator[Command]:
+def command(tmp_path):
     command = Command(tmp_path)
     yield command
     command.end()

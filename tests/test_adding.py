@@ -46,13 +46,12 @@ def project(tmp_path, monkeypatch):
     return tmp_path
 
 
-def options_of(part: str) -> list[str]:
-    """The arguments of the one `fit` that names a file of the page."""
+def options_of(part):
     [line] = [line for line in RUNS if part in line]
     return shlex.split(line)[3:]
 
 
-def epochs(run_dir: Path) -> list[tuple[float, ...]]:
+def epochs(run_dir):
     """Loss and accuracy of training and validation, one row per epoch."""
     rows = list(csv.DictReader((run_dir / "metrics.csv").open()))
     names = ("train_loss", "train_acc", "val_loss", "val_acc")
@@ -72,8 +71,7 @@ def test_its_command_trains(part, project, main, capfd):
     assert main("test", f"--ckpt_path={path}", CPU, "--data.source=synthetic", *LIMITS) == 0
 
 
-def run_lines(directory: Path, *lines: list[str]) -> str:
-    """Command lines in one of several processes; what they print."""
+def run_lines(directory, *lines):
     os.chdir(directory)
     os.environ["WANDB_MODE"] = "disabled"
     with redirect_stdout(StringIO()) as out:
@@ -99,7 +97,6 @@ def test_a_dataset_trains_alike_everywhere(project, main):
 
 
 def test_a_text_model_learns_and_predicts(project, main):
-    """From dicts; its F1 score is that of its predictions."""
     assert main(*options_of("my_text.TextClassifier"), CPU, *ONE_PROCESS) == 0
     path = next((project / "runs/text/checkpoints").glob("epoch=*"))
     assert main("predict", f"--ckpt_path={path}", CPU, "--run_dir=p") == 0
@@ -128,7 +125,6 @@ def test_a_loss_per_token(project, main, capfd):
 
 
 def test_a_plain_lightning_module(main, capfd):
-    """Lightning's own, with plain loaders."""
     boring = "lightning.pytorch.demos.boring_classes.Boring"
     parts = (f"--model={boring}Model", f"--data={boring}DataModule", "--trainer.max_epochs=1")
     strategy = ("--trainer.strategy=manual_allreduce", *ONE_PROCESS)

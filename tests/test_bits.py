@@ -8,17 +8,15 @@ import os
 import random
 import socket
 import sys
-from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch import seed_everything
 from lightning.pytorch.callbacks import LearningRateFinder
 from torch import nn
 from torch.nn import functional as F
@@ -29,26 +27,20 @@ from lightning_mgpu.data import batch_loader
 from lightning_mgpu.strategies import ManualAllreduceStrategy
 from tests.cases import Manual
 from tests.runs.conftest import OWN
-from tests.strategies.conftest import (
-    Net,
-    new_trainer,
-    no_shared_memory,
-    run_in_processes,
-    samples,
-)
+from tests.strategies.conftest import Net, new_trainer, no_shared_memory, run_in_processes, samples
 
 
 class Random(Net):
     """BatchNorm, dropout, AdamW, a scheduler, and a buffer of random numbers."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         layers = [nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Dropout(0.3)]
         super().__init__(nn.Sequential(*layers, nn.Linear(16, 3)))
         self.register_buffer("drawn", torch.zeros(1))
-        self.numbers: list[float] = []
+        self.numbers = []
 
     def loss(self, batch):
-        self.drawn.copy_(torch.rand(1))  # type: ignore[operator]
+        self.drawn.copy_(torch.rand(1))
         self.numbers.append(float(self.drawn))
         return F.cross_entropy(self.net(batch[0]), batch[1])
 
@@ -58,8 +50,6 @@ class Random(Net):
 
 
 class Noise(Dataset):
-    """Draws from the three global generators."""
-
     def __len__(self):
         return 23
 
@@ -69,15 +59,11 @@ class Noise(Dataset):
 
 
 class Evaluates(Random):
-    """Its `validation_step` draws for each sample."""
-
     def validation_step(self, X, batch_idx):
         self.net(X + torch.rand_like(X) + random.random() + np.random.rand())  # noqa: NPY002
 
 
 class Looks(Evaluates):
-    """The first process looks at batches, in hooks of training and of validation."""
-
     def on_train_batch_start(self, *args):
         if self.trainer.is_global_zero:
             for loader in (self.trainer.val_dataloaders, self.trainer.train_dataloader):
@@ -88,16 +74,12 @@ class Looks(Evaluates):
 
 
 class ByHand(Manual, Random):
-    """Manual optimization."""
-
     def on_train_epoch_end(self):
         self.lr_schedulers().step()
 
 
 class FindsRate(Random):
-    """Takes the rate that a finder suggests, by the losses of all replicas."""
-
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.lr = 0.01
 
@@ -128,9 +110,7 @@ class Sometimes(Random):
             parameter.grad.nan_to_num_(0, 0, 0)
 
 
-def train(
-    strategy: Any, make: Any = Random, data: Any = None, resume: Path | None = None, **kwargs: Any
-) -> Trainer:
+def train(strategy, make=Random, data=None, resume=None, **kwargs):
     """Shuffled by its `batch_loader`, unless there are data."""
     seed_everything(0, verbose=False)
     trainer, module = new_trainer(strategy=strategy, **kwargs), make().double()
@@ -140,15 +120,14 @@ def train(
     return trainer
 
 
-def digest(trainer: Trainer) -> str:
-    """Of the bits of the trained state."""
+def digest(trainer):
     tensors = trainer.lightning_module.state_dict().values()
     vector = torch.cat([tensor.double().reshape(-1) for tensor in tensors])
     return hashlib.sha256(vector.numpy().tobytes()).hexdigest()[:8]
 
 
 MANUAL = ManualAllreduceStrategy
-RUNS: dict[str, tuple[Callable[..., Any], type[Random], dict[str, Any]]] = {
+RUNS = {
     "textbook": (MANUAL, Random, {"max_epochs": 3}),
     "plain loader": (MANUAL, Random, {}),
     "ring": (partial(MANUAL, allreduce.ring_allreduce), Random, {}),
@@ -163,7 +142,7 @@ RUNS: dict[str, tuple[Callable[..., Any], type[Random], dict[str, Any]]] = {
 }
 SHUFFLED_BY_TORCH = [*RUNS][1:]
 if find_spec("lightning_mgpu.exchanges"):  # which can be deleted
-    exchanges: Any = import_module("lightning_mgpu.exchanges")
+    exchanges = import_module("lightning_mgpu.exchanges")
     for name in ("exact", "top_k", "power_sgd", "ef_sign"):
         exchange = partial(exchanges.ExchangeStrategy, getattr(exchanges, name))
         RUNS[name] = exchange, Random, {"max_epochs": 3}
@@ -176,7 +155,7 @@ BY_MESSAGES = {"window", "ring", "manual", "top_k, flat", "power_sgd", "top_k, u
 BY_MESSAGES &= RUNS.keys()
 
 
-def run(name: str, **kwargs: Any) -> Trainer:
+def run(name, **kwargs):
     """Four replicas. Batches are cut to 3, 3, 2, 2 and 2, 2, 2, 2."""
     strategy, make, options = RUNS[name]
     data = DataLoader(samples(58), 10, shuffle=True) if name in SHUFFLED_BY_TORCH else None
@@ -186,7 +165,7 @@ def run(name: str, **kwargs: Any) -> Trainer:
     return trainer
 
 
-def train_all(directory: Path) -> dict[str, str]:
+def train_all(directory):
     digests = {name: digest(run(name)) for name in RUNS}
     for name in sorted(BY_MESSAGES):
         for is_one_machine in (True, False):
@@ -260,28 +239,9 @@ RUN = (
 REPLICAS = ("--trainer.strategy=manual_allreduce", "--trainer.strategy.replicas=4")
 
 
-def fingerprint(out: str) -> str:
+def fingerprint(out):
     (line,) = (line for line in out.splitlines() if line.startswith("fingerprint: "))
     return line
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_one_fingerprint_on_any_number_of_devices(command, tmp_path):
-    """Lightning's launcher starts four processes. A run of two devices is resumed on four."""
-    (tmp_path / "own_run.py").write_text(OWN)
-    data = ("--model=own_run.Net", *RUN[1:], "--trainer.max_epochs=2", *REPLICAS)
-
-    def run(devices, *args):
-        code, out, err = command(*args, f"--trainer.devices={devices}", timeout=200)
-        assert code == 0, err
-        assert "8 global, 2 per replica" in out
-        return fingerprint(out)
-
-    whole = run(1, "fit", *data)
-    first = run(2, "fit", *data, "--trainer.max_epochs=1", "--run_dir=first")
-    resumed = run(4, "fit", "--resume=first", "--trainer.max_epochs=2")
-    assert resumed == whole != first
 
 
 @pytest.mark.slow
@@ -310,5 +270,5 @@ def test_a_lost_machine_changes_no_bit(command, tmp_path, main, capfd):
     both, _, one = out.partition("4 replicas on 1 x cpu")
     assert "4 replicas on 2 machines" in both and "epoch 2/3" not in both and "epoch 2/3" in one
 
-    assert main("fit", *RUN, *REPLICAS, "--trainer.devices=1", "--run_dir=whole") == 0
+    assert main("fit", *RUN, *REPLICAS, "--trainer.devices=2", "--run_dir=whole") == 0
     assert fingerprint(out) == fingerprint(capfd.readouterr().out)

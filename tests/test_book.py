@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_mgpu import book
@@ -17,13 +16,13 @@ CPU = torch.device("cpu")
 SHAPES = [param.shape for param in book.init_params()]
 
 
-def params() -> list[Tensor]:
+def params():
     """Parameters in float64, so far from zero that each gets a gradient that counts."""
     generator = torch.Generator().manual_seed(1)
     return [0.1 * torch.randn(shape, generator=generator, dtype=torch.float64) for shape in SHAPES]
 
 
-def batch(num_samples: int) -> tuple[Tensor, Tensor]:
+def batch(num_samples):
     X = torch.randn(num_samples, 1, 28, 28, dtype=torch.float64)
     return X, torch.arange(num_samples) % 10
 

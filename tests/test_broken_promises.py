@@ -3,7 +3,6 @@
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -66,7 +65,7 @@ def test_cases_see_something(tmp_path):
     assert (len(states), num_different) == (9, 8)  # manual optimization trains as usual
 
 
-def run_pytest(cwd: Path, *args: str) -> tuple[int, str]:
+def run_pytest(cwd, *args):
     """Status and output of the promises in a separate `pytest`."""
     case = f"{test_promises.__file__}::test_promise"
     command = [sys.executable, "-m", "pytest", "--tb=no", f"--rootdir={REPOSITORY}", case]

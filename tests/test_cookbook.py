@@ -12,7 +12,6 @@ import shlex
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -41,7 +40,6 @@ ONE_DEVICE = ["--trainer.devices=1"]
 
 @pytest.fixture
 def kitchen(tmp_path, main, monkeypatch):
-    """A directory with the page's files, and with images to predict."""
     for name, content in FILES.items():
         for long, short in SHORTER.items():
             content = content.replace(long, short)
@@ -97,9 +95,9 @@ def test_every_block_runs(kitchen, root, main, monkeypatch, capfd):
     check_exports()
 
 
-def check_exports() -> None:
+def check_exports():
     """Batches of another size than the example; ONNX where it is installed."""
-    exported: Any = importlib.import_module("my_export")
+    exported = importlib.import_module("my_export")
     X = torch.rand(7, 1, 28, 28)
     probabilities = importlib.import_module("my_classify").classify(X)
     torch.testing.assert_close(probabilities.sum(dim=1), torch.ones(7))
@@ -110,10 +108,9 @@ def check_exports() -> None:
         assert Path("model.onnx").stat().st_size > 4 * 60_000, "LeNet's weights are in it"
 
 
-def run_notebook(code: str, root: Path) -> None:
-    """The cell, with a short epoch on the tiny dataset."""
+def run_notebook(code, root):
     code = code.replace("max_epochs=1", "max_epochs=1, limit_train_batches=2")
     code = code.replace("batch_size=256", f"batch_size=256, root={str(root)!r}, val_size=101")
-    namespace: dict[str, Any] = {}
+    namespace = {}
     exec(code, namespace)
     assert namespace["trainer"].strategy.shares == [1, 1]

@@ -12,14 +12,14 @@ from lightning_mgpu.tools import run_in_group
 from tests.conftest import REPOSITORY
 
 
-def deletable_parts() -> list[str]:
+def deletable_parts():
     """Directories and files of the package, `sweep/` and `book.py`, from the README's tree."""
     tree = (REPOSITORY / "README.md").read_text().partition("\n## Directories\n")[2]
     lines = re.findall("^ +([^ ]+(?:, [^ ]+)*) +can be deleted", tree, re.MULTILINE)
     return [name for line in lines for name in line.split(", ")]
 
 
-def copy_repository(target: Path) -> None:
+def copy_repository(target):
     """Copy the files that git tracks, or does not ignore, as they are now."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True, text=True)
@@ -29,7 +29,7 @@ def copy_repository(target: Path) -> None:
             shutil.copy2(REPOSITORY / name, target / name)
 
 
-def delete_part(name: str, repository: Path) -> None:
+def delete_part(name, repository):
     """Delete a part of the package, its tests and its configs."""
     package = repository / "lightning_mgpu"
     # the first one: the template of a new project has a `sweep/`, too

@@ -1,7 +1,5 @@
 """What to run first on a machine with GPUs: `pytest -m gpu` takes minutes, without a download."""
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -20,7 +18,7 @@ class OnGPU(Net):
         assert self.device.type == KIND
 
 
-def trained(strategy: Any = "auto", devices: int = 1) -> Any:
+def trained(strategy="auto", devices=1):
     return fit(OnGPU, strategy=strategy, devices=devices, accelerator=KIND)
 
 

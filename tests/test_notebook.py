@@ -19,6 +19,9 @@ SHORTER = {
     "range(80)": "range(8)",
     "2560 // batch_size": "256 // batch_size",
     "find_allreduce(function), 16, numel": "find_allreduce(function), 4, numel",
+    "(4, 0.02), (4, 0.04), (4, 0.08), (4, 0.16), ": "",
+    "    (0.1, 64, 2, 1),\n    (0.1, 128, 1, 1),\n": "",
+    "    (0.4, 128, 1, 1),\n": "",
 }
 
 

@@ -8,7 +8,6 @@ option `--timeout` of pytest-timeout limits the seconds per case.
 """
 
 import pickle
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from multiprocessing.connection import wait
@@ -18,7 +17,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import LightningModule, Trainer, seed_everything
+from lightning.pytorch import Trainer, seed_everything
 from torch import nn
 from torchmetrics.classification import MulticlassAccuracy
 
@@ -39,18 +38,18 @@ class Scheduled(Net):
 
 
 class Normed(Net):
-    def __init__(self, dropout: float = 0.0) -> None:
+    def __init__(self, dropout=0.0):
         layers = (nn.BatchNorm1d(16), nn.Tanh(), nn.Dropout(dropout))
         super().__init__(nn.Sequential(nn.Linear(8, 16), *layers, nn.Linear(16, 3)))
 
 
 class Random(Normed, Scheduled):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(dropout=0.3)
 
 
 class Evaluated(Net):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.accuracy = MulticlassAccuracy(3, average="micro")
 
@@ -82,12 +81,12 @@ class Run(NamedTuple):
 
 
 def train(
-    make: Callable[[], LightningModule],
-    size: tuple[int, int],
-    run: Run,
-    resume: Path | None = None,
-    **kwargs: Any,
-) -> dict[str, Any]:
+    make,
+    size,
+    run,
+    resume=None,
+    **kwargs,
+):
     """Train a module, and save it; returns its state."""
     seed_everything(0, verbose=False)
     trainer, module = run.trainer(**kwargs), make()
@@ -98,13 +97,13 @@ def train(
     return {name: tensor.detach().cpu().clone() for name, tensor in module.state_dict().items()}
 
 
-def evaluate(run: Run) -> Any:
+def evaluate(run):
     seed_everything(0, verbose=False)
     trainer, module = run.trainer(), Evaluated()
     return trainer.validate(module, batch_loader(samples(), 10, trainer), verbose=False)
 
 
-def save_and_resume(run: Run) -> Any:
+def save_and_resume(run):
     """A checkpoint after an epoch, and a second epoch from the checkpoint of one device."""
     train(Scheduled, EVEN, run, max_epochs=1)
     saved = torch.load(run.checkpoint(), map_location="cpu", weights_only=False)
@@ -113,7 +112,7 @@ def save_and_resume(run: Run) -> Any:
 
 
 SAME_BITS = "bitwise identical with `replicas=4` on 1, 2 and 4 devices"
-PROMISES: dict[str, Callable[[Run], Any]] = {
+PROMISES = {
     "parameters": partial(train, Net, EVEN),
     "uneven batches": partial(train, Net, UNEVEN),
     "clipping": partial(train, Net, EVEN, gradient_clip_val=0.1),
@@ -134,7 +133,7 @@ class RefusedError(Exception):
 
 
 @contextmanager
-def refusals() -> Iterator[None]:
+def refusals():
     """Turn the errors by which a strategy refuses a run into RefusedErrors."""
     try:
         yield
@@ -145,13 +144,13 @@ def refusals() -> Iterator[None]:
         raise
 
 
-def run_here(promise: str, run: Run) -> Any:
+def run_here(promise, run):
     """Run a case in this process of a strategy."""
     with refusals():
         return PROMISES[promise](run)
 
 
-def run_in_all(promise: str, run: Run) -> list[Any]:
+def run_in_all(promise, run):
     """The results of all processes of a strategy. The first error ends them."""
     with refusals():
         num_processes = run.trainer().world_size
@@ -174,7 +173,7 @@ def run_in_all(promise: str, run: Run) -> list[Any]:
         group.end()
 
 
-def receive(connection: Any, process: Any) -> Any:
+def receive(connection, process):
     """What a process returns, or an error as text."""
     try:
         return pickle.loads(connection.recv_bytes())
@@ -183,7 +182,7 @@ def receive(connection: Any, process: Any) -> Any:
         return f"a process ended with status {process.exitcode}"
 
 
-def check(promise: str, run: Run) -> None:
+def check(promise, run):
     """Raise an AssertionError for a broken promise, or a RefusedError."""
     if promise == SAME_BITS:
         run = run._replace(options={**run.options, "replicas": 4})
@@ -196,7 +195,7 @@ def check(promise: str, run: Run) -> None:
         assert_close(found, results[0], rtol=0)
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+def pytest_generate_tests(metafunc):
     if metafunc.function is test_promise:
         strategies = metafunc.config.getoption("strategies") or ["manual_allreduce"]
         cases = [(strategy, promise) for strategy in strategies for promise in PROMISES]

@@ -1,19 +1,16 @@
 """Every algorithm against the sum in float64, over shapes, layouts, dtypes, numbers of devices."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
-from torch import Tensor
 
 from lightning_mgpu import allreduce as algorithms
-from lightning_mgpu.allreduce import Allreduce, check_allreduce
+from lightning_mgpu.allreduce import check_allreduce
 
 NAMES = ["textbook", "key_value", "tree", "sharded", "ring", "halving_doubling"]
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
 # How to lay the values out in memory; the last three are not contiguous, or have holes.
-LAYOUTS: dict[str, tuple[tuple[int, ...], Callable[[Tensor], Tensor]]] = {
+LAYOUTS = {
     "0-d": ((), lambda x: x),
     "empty": ((0,), lambda x: x),
     "smaller-than-k": ((3,), lambda x: x),
@@ -26,13 +23,12 @@ LAYOUTS: dict[str, tuple[tuple[int, ...], Callable[[Tensor], Tensor]]] = {
 
 @pytest.fixture(params=NAMES)
 def allreduce(request):
-    algorithm: Allreduce = getattr(algorithms, f"{request.param}_allreduce")
+    algorithm = getattr(algorithms, f"{request.param}_allreduce")
     return algorithm
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_is_the_sum(allreduce, layout):
-    """In place, for small integers, whose sums are exact in every dtype and order."""
     shape, lay_out = LAYOUTS[layout]
     for k in (1, 2, 4, 8) if hasattr(allreduce, "powers_of_two") else (1, 2, 3, 4, 5, 8):
         for dtype in DTYPES:

@@ -1,47 +1,43 @@
 """`check_allreduce` refuses each way to get it wrong in one line that names function and device."""
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
 
 from lightning_mgpu.allreduce import check_allreduce, ring_allreduce, textbook_allreduce
 
 CPU = torch.device("cpu")
 
 
-def book_2021(data: list[Tensor]) -> None:
+def book_2021(data):
     """d2l.ai from 2021-01 to 2021-12 gives the list other tensors."""
     data[0][:] = torch.stack(data).sum(0)
     for i in range(1, len(data)):
         data[i] = data[0].to(data[i].device)
 
 
-def views(data: list[Tensor]) -> None:
+def views(data):
     textbook_allreduce([t.view(-1) for t in data])
 
 
-def drops_the_remainder(data: list[Tensor]) -> None:
+def drops_the_remainder(data):
     n = data[0].numel() // len(data) * len(data)
     textbook_allreduce(data if data[0].numel() < len(data) else [t.flatten()[:n] for t in data])
 
 
-def drops_the_tail(data: list[Tensor]) -> None:
+def drops_the_tail(data):
     """In pieces of 1,024 numbers, as for a network, of which the last one is missing."""
     n = data[0].numel()
     for begin in range(0, max(n - 1023, 1), 1024):
         textbook_allreduce([t.reshape(-1)[begin : begin + 1024] for t in data])
 
 
-def sums_in_another_order_on_each(data: list[Tensor]) -> None:
+def sums_in_another_order_on_each(data):
     terms = [t.clone() for t in data]
     for i in range(len(data)):
         data[i].copy_(torch.stack(terms[i:] + terms[:i]).sum(0))
 
 
-def changes_its_mind(data: list[Tensor], calls: list[int] = []) -> None:  # noqa: B006 - remembers
+def changes_its_mind(data, calls=[]):  # noqa: B006 - remembers
     calls.append(1)
     total = torch.stack(data if len(calls) % 2 else data[::-1]).sum(0)
     for t in data:
@@ -56,12 +52,12 @@ def claims_slices(data):
 claims_slices.elementwise = True
 
 
-def asks(data: list[Tensor]) -> None:
+def asks(data):
     if data[0].isfinite().all():
         textbook_allreduce(data)
 
 
-REFUSED: dict[Callable[[list[Tensor]], Any], list[str]] = {
+REFUSED = {
     book_2021: ["left device 1 (cpu) with [2.0, 4.0] instead of the sum [7.0, 14.0]", "not rebind"],
     views: ["raised RuntimeError", "shape (3, 5), strides (1, 3)"],
     drops_the_remainder: ["left device 0 (cpu)", "shape (7,)"],

@@ -1,8 +1,6 @@
 """Options become a configuration: files compose, classes have defaults, names are found."""
 
 import re
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import yaml
@@ -14,13 +12,10 @@ from lightning_mgpu.cli.yaml_files import config_dirs
 from lightning_mgpu.tools import RANGES
 
 CONFIGS = config_dirs()[-1]
-Config = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture
 def config(main, capfd):
-    """The configuration that a command line comes to."""
-
     def config(*args):
         assert main(*args, "--print_config") == 0, capfd.readouterr().err
         return yaml.safe_load(capfd.readouterr().out)
@@ -93,7 +88,6 @@ def test_a_strategy_by_its_name_takes_options(config, tmp_path):
     "path", sorted(CONFIGS.rglob("*.yaml")), ids=lambda path: str(path.relative_to(CONFIGS))
 )
 def test_shipped_config_parses_and_names_its_command(path, config):
-    """A sweep's parameters are options, too."""
     content, name = yaml.safe_load(path.read_text()), str(path.relative_to(CONFIGS))
     specs = content.get("parameters", {})
     trial = [f"--{key}={[*specs[key].get('values', specs[key].values())][-1]}" for key in specs]

@@ -5,9 +5,6 @@ import json
 import pytest
 import torch
 
-from lightning_mgpu.cli.options import read_options
-from lightning_mgpu.cli.training_cli import TrainingCLI
-
 OWN = """
 from collections.abc import Callable
 from typing import Any
@@ -123,13 +120,13 @@ def evil(here, root, main):
     return name
 
 
-@pytest.mark.parametrize("module", ["runs.strange.evil", "link", "evil"])
 @pytest.mark.parametrize(
-    "line",
+    ("module", "line"),
     [
-        *(f"fit --config={RUN}/config.yaml", f"fit --resume={RUN}", "fit --resume=last"),
-        f"fit --weights={RUN}/checkpoints/last.ckpt",
-        *(f"{name} --ckpt_path={RUN}/checkpoints/last.ckpt" for name in ("test", "predict")),
+        *((name, f"fit --resume={RUN}") for name in ("runs.strange.evil", "link", "evil")),
+        *(("link", f"fit {each}") for each in (f"--config={RUN}/config.yaml", "--resume=last")),
+        ("link", f"fit --weights={RUN}/checkpoints/last.ckpt"),
+        ("link", f"test --ckpt_path={RUN}/checkpoints/last.ckpt"),
     ],
 )
 def test_code_in_a_run_directory_does_not_run(module, line, evil, here, main, capfd, monkeypatch):
@@ -145,7 +142,6 @@ def test_code_in_a_run_directory_does_not_run(module, line, evil, here, main, ca
 
 
 def test_code_that_the_command_line_names_runs(evil, here, main):
-    """And a project's own, in whatever directory without a run."""
     (here / "package" / "runs").mkdir(parents=True)
     (here / "package" / "runs" / "code.py").write_text("from strange import Net\n")
     test = ("test", f"--ckpt_path={RUN}/checkpoints/last.ckpt")
@@ -153,13 +149,3 @@ def test_code_that_the_command_line_names_runs(evil, here, main):
     evil("runs.strange.evil")
     assert main(*test, "--model", "runs.strange.evil.Net", "--run_dir=b") == 0
     assert (here / "called").exists()
-
-
-def test_what_people_give_is_taken(here):
-    for line in (
-        "--model.optimizer=SGD --model.lr_scheduler=OneCycle",
-        "--model.optimizer=strange.Mine --model.lr_scheduler=lightning_mgpu.models.OneCycle",
-        "--model=strange.Net --model.typed=strange.double --trainer.callbacks=EarlyStopping "
-        "--trainer.callbacks.monitor=val_acc",
-    ):
-        TrainingCLI("fit", read_options("fit", line.split()))

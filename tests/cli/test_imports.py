@@ -1,7 +1,6 @@
 """Imports point one way, parts know what they may, and what can be deleted is imported nowhere."""
 
 import ast
-from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -33,7 +32,7 @@ KNOWN = {  # a part, and the others that it may import
 DROPPABLE = [Path(name).stem for name in deletable_parts()]
 
 
-def imported(path: Path) -> Iterator[str]:
+def imported(path):
     """The package's files that a file imports, at its top or in a function."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom):
@@ -43,7 +42,7 @@ def imported(path: Path) -> Iterator[str]:
             yield from (alias.name for alias in node.names)
 
 
-def directory(path: Path) -> str:
+def directory(path):
     """`distributed.comm` for a file in it, `.` for a file beside `__init__.py`."""
     return str(path.parent.relative_to(ROOT / "lightning_mgpu")).replace("/", ".")
 

@@ -2,8 +2,6 @@
 
 import csv
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,7 +12,7 @@ METRICS = """epoch,epoch_seconds,sent_mb,train_loss,val_acc,val_loss
 """
 
 
-def make_run(run_dir: Path, optimizer: str, begin: int, **end: Any) -> Path:
+def make_run(run_dir, optimizer, begin, **end):
     run_dir.mkdir(parents=True)
     options = {"model": "a.Net", "model.optimizer": optimizer, "run_dir": run_dir.name}
     content = {"begin": str(begin), "options": options, "end": end or None}
@@ -24,7 +22,6 @@ def make_run(run_dir: Path, optimizer: str, begin: int, **end: Any) -> Path:
 
 @pytest.fixture
 def runs(tmp_path):
-    """Runs in two states: finished and killed."""
     runs = tmp_path / "runs"
     (make_run(runs / "killed", "torch.optim.SGD", 2) / "metrics.csv").write_text(METRICS)
     metrics = {"val_acc": 0.25, "test_acc": 0.1234567, "seconds_per_epoch": 2.5}
@@ -34,7 +31,6 @@ def runs(tmp_path):
 
 
 def test_the_table(runs, main, monkeypatch, capfd):
-    """Metrics, state, options that differ; the newest run is last."""
     monkeypatch.setenv("COLUMNS", "200")
     assert main("runs") == 0
     header, *rows = capfd.readouterr().out.splitlines()
@@ -71,7 +67,6 @@ def test_a_strangers_run_does_not_control_the_terminal(runs, main, monkeypatch, 
 
 
 def test_chosen_columns_and_other_commands(runs, main, capfd):
-    """A row of `test` has the columns of `fit`, in which it has more options in common."""
     end = {"state": "finished", "metrics": {"test_loss": 1.0, "val_acc": 0.5}}
     content = {"command": "python -m lightning_mgpu test", "options": {"seed": 3}, "end": end}
     (runs / "tested").mkdir()

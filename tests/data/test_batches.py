@@ -3,7 +3,6 @@
 import random
 from itertools import chain, product
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,19 +13,18 @@ from lightning_mgpu.data import batch_loader
 from lightning_mgpu.data.images import InMemoryImages
 
 
-def loader(dataset: Any, size: int, processes: int = 1, rank: int = 0, **options: Any) -> Any:
+def loader(dataset, size, processes=1, rank=0, **options):
     """A loader as a process of a Trainer has it that does not cut batches: under `ddp`."""
     epoch, device = options.pop("epoch", 0), torch.device(options.pop("device", "cpu"))
     share = {"world_size": processes, "global_rank": rank, "overfit_batches": 0}
     share["predicting"] = options.pop("predicting", False)
-    trainer: Any = SimpleNamespace(**share, strategy=SimpleNamespace(root_device=device))
-    found: Any = batch_loader(dataset, size, trainer, **options)
+    trainer = SimpleNamespace(**share, strategy=SimpleNamespace(root_device=device))
+    found = batch_loader(dataset, size, trainer, **options)
     found.sampler.set_epoch(epoch)
     return found
 
 
-def slices(processes: int, size: int = 64, num: int = 503, **options: Any) -> list[list[list[int]]]:
-    """The samples of each process, per global batch."""
+def slices(processes, size=64, num=503, **options):
     numbers = TensorDataset(torch.arange(num))
     loaders = [loader(numbers, size, processes, rank, **options) for rank in range(processes)]
     parts = [[X.tolist() for (X,) in each] for each in loaders]
@@ -35,7 +33,7 @@ def slices(processes: int, size: int = 64, num: int = 503, **options: Any) -> li
     return [list(batch) for batch in zip(*parts, strict=True)]
 
 
-def joined(*args: Any, **options: Any) -> list[list[int]]:
+def joined(*args, **options):
     return [list(chain(*parts)) for parts in slices(*args, **options)]
 
 
@@ -76,12 +74,10 @@ def test_batches_that_cannot_be_shared_are_refused():
         ((1, 64, 0), {"shuffle": True}, nothing, (64, 0, 0)),
     ):
         with pytest.raises(ValueError, match=told.format(*numbers)):
-            slices(*args, **options)  # type: ignore[arg-type]
+            slices(*args, **options)
 
 
 class Noise(Dataset):
-    """Draws from the three global generators."""
-
     def __len__(self):
         return 10
 

@@ -89,7 +89,6 @@ FIRST = next(iter(FILES))
 
 @pytest.fixture
 def system_dir(tmp_path, monkeypatch):
-    """The only source that is there: neither a mirror nor apt-get answers."""
     monkeypatch.setattr(sources, "SYSTEM_DIR", tmp_path / "system")
     monkeypatch.setattr(sources, "FETCH", "echo E: no archive >&2; exit 100")
     monkeypatch.setattr(FashionMNISTFiles, "mirrors", ["http://127.0.0.1:9/"])  # refuses at once

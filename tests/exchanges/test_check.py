@@ -1,6 +1,5 @@
 """Exchanges of this package and of users, on small tensors."""
 
-import math
 import re
 from functools import partial
 from pathlib import Path
@@ -8,13 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from lightning_mgpu.exchanges import check_exchange, ef_sign, exact, power_sgd, top_k
 from lightning_mgpu.exchanges.route import RoundLayout, State, run_exchanges, run_here
 
 
-def run_once(exchange: Any, tensors: list[Tensor], datas: Any = None) -> Tensor:
+def run_once(exchange, tensors, datas=None):
     k = len(tensors)
     datas = [{} for _ in range(k)] if datas is None else datas
     states = [{"w": State("w", replica, k, data)} for replica, data in enumerate(datas)]
@@ -34,13 +32,13 @@ def test_each_passes_its_check(exchange, k):
 def test_nothing_is_lost(exchange):
     """The sums so far and all that waits add up to the sum of all gradients."""
     torch.manual_seed(0)
-    states: list[dict[str, Tensor]] = [{}, {}, {}]
+    states = [{}, {}, {}]
     sent, total = torch.zeros(20, 30).double(), torch.zeros(20, 30).double()
     for _ in range(5):
         tensors = [torch.randn(20, 30).double() for _ in states]
         sent += run_once(exchange, tensors, states)
         total += sum(tensors)
-    waiting: Any = sum(data["residual"].view(20, 30) for data in states)
+    waiting = sum(data["residual"].view(20, 30) for data in states)
     torch.testing.assert_close(sent + waiting, total, rtol=1e-10, atol=1e-10)
     assert waiting.norm() > 0.1 * total.norm()
 
@@ -85,7 +83,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "exchanges.md").read_text()
 NAMES, BLOCKS = zip(*re.findall(r"```python\n# (\S+)\.py\n(.*?)```", PAGE, flags=re.DOTALL))
 
 
-NAMESPACE: dict[str, Any] = {"__name__": "page"}
+NAMESPACE = {"__name__": "page"}
 for block in BLOCKS:
     exec(block, NAMESPACE)
 
@@ -124,47 +122,3 @@ def test_qsgd_is_unbiased_with_independent_noise():
     chance = (X.abs() / level).frac()  # of the upper level
     errors = (mean - 2 * X) / (level * (2 * chance * (1 - chance) / 400).sqrt())
     assert errors.abs().max() < 4 and 0.8 < errors.square().mean() < 1.2
-
-
-def test_a_vote_has_no_weights():
-    entries = torch.tensor([0.1, -9.0, 0.0])
-    tensors = [*torch.cartesian_prod(entries, entries, entries).T]
-    by_hand = [[(x > 0) - (x < 0) for x in each] for each in zip(*(X.tolist() for X in tensors))]
-    expected = [(sum(votes) > 0) - (sum(votes) < 0) for votes in by_hand]
-    assert run_once(NAMESPACE["my_vote"], tensors).tolist() == expected
-
-
-def transform(numbers: list[float], is_inverse: bool = False) -> list[float]:
-    """The orthonormal DCT-II or its inverse, by definition."""
-    n = len(numbers)
-
-    def wave(u: int, i: int) -> float:
-        return math.sqrt((2 if u else 1) / n) * math.cos(math.pi * (2 * i + 1) * u / (2 * n))
-
-    pairs = [*enumerate(numbers)]
-    if is_inverse:
-        return [sum(x * wave(u, i) for u, x in pairs) for i in range(n)]
-    return [sum(x * wave(u, i) for i, x in pairs) for u in range(n)]
-
-
-def test_demo_is_the_algorithm_of_its_paper():
-    """Three steps of two replicas: accumulate, extract, subtract, synchronize."""
-    generator, num, n = torch.Generator().manual_seed(0), 20, 8  # three pieces, the last cut short
-    exchange = partial(NAMESPACE["my_demo"], chunk=n, keep=2, decay=0.9)
-    momenta, datas = [[0.0] * num, [0.0] * num], [{}, {}]
-    for _ in range(3):
-        gradients = [*torch.randn(2, 4, 5, generator=generator, dtype=torch.float64)]
-        expected = [0.0] * num
-        for m, gradient in zip(momenta, gradients):
-            m[:] = [0.9 * a + g for a, g in zip(m, gradient.flatten().tolist())]
-            fast = list[float]()
-            for start in range(0, num, n):
-                parts = transform((m[start : start + n] + [0.0] * n)[:n])
-                smallest = sorted(map(abs, parts))[-2]
-                fast += transform([x if abs(x) >= smallest else 0.0 for x in parts], True)
-            m[:] = [a - q for a, q in zip(m, fast)]
-            expected = [a + q for a, q in zip(expected, fast)]
-        found = run_once(exchange, gradients, datas)
-        torch.testing.assert_close(
-            found.flatten(), torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1e-10
-        )

@@ -1,11 +1,6 @@
-"""Exchanges from the command line: killed and resumed, and as a function's dotted path."""
-
-import signal
-from pathlib import Path
-from typing import Any
+"""Exchanges from the command line: a function's dotted path, and the help."""
 
 import pytest
-import torch
 
 FIT = (
     *("fit", "--data.source=synthetic", "--trainer.accelerator=cpu", "--trainer.max_epochs=3"),
@@ -16,46 +11,6 @@ MINE = """
 def my_half(X, state):
     return sum(each.to(X.dtype) for each in (yield X.half()))
 """
-
-
-def last(run: Path) -> dict[str, Any]:
-    return torch.load(run / "checkpoints" / "last.ckpt", weights_only=True)
-
-
-KILLER = """
-import os, signal
-from lightning.pytorch import Callback
-
-class Killer(Callback):
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        if os.environ.get("KILL") and (trainer.current_epoch, batch_idx) == (1, 6):
-            os.killpg(0, signal.SIGKILL)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_killed_and_resumed(command, tmp_path):
-    """While differences are under way.
-
-    There are states of the exchange, of the outer step, and of the optimizers of each process.
-    """
-    (tmp_path / "killer.py").write_text(KILLER)
-    diloco = ("=exchange_diloco", ".sync_every=5", ".sync_delay=2")
-    top_k = ".exchange=lightning_mgpu.exchanges.top_k"
-    options = ("--trainer.strategy" + each for each in (*diloco, top_k))
-    line = (*FIT, "--trainer.devices=2", "--trainer.callbacks=killer.Killer", *options)
-    code, out, err = command(*line, "--run_dir=whole", timeout=200)
-    assert code == 0 and "exchange: " in out, f"{out}\n{err}"
-    process = command.start(*line, "--run_dir=killed", KILL="1")
-    code, out, err = command.finish(process, timeout=200)
-    assert code == -signal.SIGKILL and "epoch 1/" in out and "epoch 2/" not in out, err
-    code, out, err = command("fit", "--resume=killed", timeout=200)
-    assert code == 0 and "epoch 1/" not in out, f"{out}\n{err}"
-    whole, killed = (last(tmp_path / name) for name in ("whole", "killed"))
-    assert whole["exchange_states"]["num_bytes"] == killed["exchange"]["num_bytes"]
-    for name, value in whole["state_dict"].items():
-        assert torch.equal(value, killed["state_dict"][name]), name
 
 
 @pytest.mark.slow

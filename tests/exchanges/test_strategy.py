@@ -1,42 +1,29 @@
 """Training with an exchange. Bits are in tests/test_bits.py."""
 
 import warnings
-from typing import Any
 from zlib import crc32
 
 import pytest
 import torch
 from lightning.pytorch import seed_everything
-from lightning.pytorch.callbacks import LearningRateFinder
-from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_mgpu.exchanges import ExchangeStrategy, ef_sign, power_sgd, top_k
 from lightning_mgpu.strategies import ManualAllreduceStrategy
 from tests.cases import Manual
-from tests.strategies.conftest import (
-    Net,
-    assert_close,
-    attempt,
-    fit,
-    rank,
-    run_in_processes,
-    samples,
-)
+from tests.strategies.conftest import Net, assert_close, attempt, rank, samples
 from tests.strategies.test_parity import Searches
 from tests.test_bits import digest, train
 
 
 class Huge(Net):
-    """In step 3 the first layer's gradient is infinite in process 1."""
-
     def loss(self, batch):
         factor = torch.inf if self.global_step == 2 and rank() else 1.0
         return super().loss(batch) + factor * self.net[0].bias.sum()
 
     def on_before_optimizer_step(self, optimizer):
-        gradients: list[Any] = [p.grad for p in self.parameters()]
+        gradients = [p.grad for p in self.parameters()]
         self.num_nan = sum(bool(gradient.isnan().all()) for gradient in gradients)
         for gradient in gradients:
             gradient.nan_to_num_(0)
@@ -49,7 +36,6 @@ def train_huge():
 
 
 def test_what_is_not_finite_reaches_all_replicas_and_no_state(in_two_processes):
-    """All results of the step are NaN."""
     for found in in_two_processes(train_huge):
         (num_before, before), (num_after, after) = found
         assert (num_before, num_after) == (0, 4) and len(after) == 4
@@ -57,7 +43,7 @@ def test_what_is_not_finite_reaches_all_replicas_and_no_state(in_two_processes):
             assert torch.equal(data["residual"], before[key]["residual"]), key
 
 
-def divides_late(X: Tensor, state: Any) -> Any:
+def divides_late(X, state):
     """By zero, in the fourth step."""
     state["steps"] = state.get("steps", 0) + 1
     return sum((yield X)) / (state["steps"] != 4)
@@ -74,7 +60,7 @@ def test_one_replica_exchanges_with_itself():
     assert plain == exact != some
 
 
-def add_noise(X: Tensor, state: Any) -> Any:
+def add_noise(X, state):
     """A mask that all replicas share, and noise of each replica's own."""
     state["step"] = state.get("step", 0) + 1
     shared = state.name, state["step"], state.seed
@@ -86,7 +72,7 @@ def add_noise(X: Tensor, state: Any) -> Any:
 class DrawsBefore(Net):
     """The fit begins with another state of torch's generator."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         torch.rand(1)
 
@@ -110,7 +96,7 @@ def test_a_resumed_run_keeps_the_seed_of_its_exchange(tmp_path, in_two_processes
     assert whole == resumed and whole[0] != other[0] and whole[1] != other[1]
 
 
-def normalize(X: Tensor, state: Any) -> Any:
+def normalize(X, state):
     """The sum of this step and of the one before, divided by its norm, and a bit more."""
     state["sum"], before = sum((yield X)), state.get("sum", 0)
     total = state["sum"] + before
@@ -120,7 +106,7 @@ def normalize(X: Tensor, state: Any) -> Any:
 class TwoTypes(Net):
     """Two parameters of float32, of which one gets no gradient, and four of float64."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         net = self.net.double()
         del self.net
@@ -205,14 +191,3 @@ def test_refusals(tmp_path):
     ]:
         with pytest.raises(ValueError, match=said):
             ExchangeStrategy(**options)
-
-
-def find_rate() -> Any:
-    strategy = ExchangeStrategy(top_k)
-    return attempt(fit, strategy=strategy, callbacks=LearningRateFinder(update_attr=False))
-
-
-def test_a_finder_before_an_exchange_with_a_state():
-    first, second = run_in_processes(2, find_rate)
-    assert not isinstance(first, str), first
-    assert_close(first, second, rtol=1e-15)

@@ -119,11 +119,3 @@ def test_refused(main, tmp_path, capfd):
         assert main("new", name) == 2
         assert reason in capfd.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["there"]
-
-
-def test_a_full_disk(main, tmp_path, capsys, full_disk):
-    """No half of a project stays."""
-    assert main("new", "deep/mine") == 2
-    err = capsys.readouterr().err
-    assert "File too large" in err and err.count("\n") == 1, err
-    assert not [path for path in tmp_path.rglob("*") if path.is_file()]

@@ -2,9 +2,6 @@
 
 import csv
 import shutil
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,13 +11,12 @@ import os
 import signal
 from typing import Literal
 
-import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningDataModule
 from lightning_mgpu.models.classifier import Classifier
 from torch import nn
 from torch.optim import SGD
-from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau, StepLR
+from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
 
@@ -30,7 +26,7 @@ class Net(Classifier):
     def __init__(
         self,
         lr: float = 0.1,
-        schedule: Literal["step", "plateau", "cycle", "numpy"] = "step",
+        schedule: Literal["step", "plateau", "cycle"] = "step",
         width: int = 16,
     ) -> None:
         super().__init__()
@@ -47,7 +43,6 @@ class Net(Classifier):
         super().validation_step(batch, batch_idx)
         falling = 1 - self.current_epoch / 10
         values = {"val_mine": 1.0, "val_f1": falling, "val_error": falling}
-        values["val_step"] = float(self.global_step)
         for name, value in values.items():
             self.log(name, value, batch_size=len(batch[1]), sync_dist=True)
 
@@ -63,44 +58,9 @@ class Net(Classifier):
         elif self.schedule == "cycle":
             steps = self.trainer.estimated_stepping_batches
             config = {"scheduler": OneCycleLR(optimizer, 0.1, steps), "interval": "step"}
-        elif self.schedule == "numpy":
-            config = {"scheduler": LambdaLR(optimizer, lambda epoch: np.cos(epoch / 9) ** 2)}
         else:
             config = {"scheduler": StepLR(optimizer, 1, 0.7)}
         return {"optimizer": optimizer, "lr_scheduler": config}
-
-
-class Tuned(Net):
-    """For Lightning's BackboneFinetuning, with BatchNorm. Dropout ends with the second epoch."""
-
-    def __init__(self, lr: float = 0.1) -> None:
-        super().__init__(lr)
-        self.net[1] = nn.Sequential(self.net[1], nn.BatchNorm1d(16))
-
-    def on_train_epoch_start(self):
-        if self.current_epoch == 1:
-            self.net[3].eval()
-
-    @property
-    def backbone(self):
-        return self.net[1]
-
-    def configure_optimizers(self):
-        return SGD(self.net[4].parameters(), self.rate)
-
-
-class Axis(Net):
-    """Logs the epoch, as an x axis, and a step."""
-
-    def validation_step(self, batch, batch_idx):
-        super().validation_step(batch, batch_idx)
-        for name in ("epoch", "step"):
-            self.log(name, float(self.current_epoch), sync_dist=True)
-
-
-class TestsByValidation(Net):
-    def test_step(self, batch, batch_idx):
-        return self.validation_step(batch, batch_idx)
 
 
 class Lambda(Net):
@@ -143,15 +103,9 @@ RUN = (
     *("--trainer.accelerator=cpu", "--trainer.max_epochs=4", "--trainer.devices=1"),
 )
 DATA = ("--data.val_size=101", "--data.batch_size=64", "--data.augment=true")
-STRATEGIES = {
-    "one_device": (),
-    "ddp": ("--trainer.devices=2", "--trainer.strategy=ddp"),
-    "dp": ("--trainer.devices=2", "--trainer.strategy=dp"),
-    "manual": ("--trainer.devices=2", "--trainer.strategy=manual_allreduce"),
-}
 
 
-def metrics(run: Path) -> list[dict[str, str]]:
+def metrics(run):
     """The rows of `metrics.csv`, without the times."""
     with (run / "metrics.csv").open(newline="") as file:
         rows = [*csv.DictReader(file)]
@@ -161,11 +115,11 @@ def metrics(run: Path) -> list[dict[str, str]]:
     return [{key: row[key] for key in row if key not in times} for row in rows]
 
 
-def last(run: Path) -> dict[str, Any]:
+def last(run):
     return torch.load(run / "checkpoints" / "last.ckpt", weights_only=True, map_location="cpu")
 
 
-def equal(a: Any, b: Any) -> bool:
+def equal(a, b):
     if isinstance(a, torch.Tensor):
         return torch.equal(a, b)
     if isinstance(a, dict):
@@ -173,7 +127,7 @@ def equal(a: Any, b: Any) -> bool:
     return len(a) == len(b) and all(map(equal, a, b)) if isinstance(a, (list, tuple)) else a == b
 
 
-def assert_same(whole: Path, resumed: Path) -> None:
+def assert_same(whole, resumed):
     """The same weights, optimizer, schedulers, progress, metrics and files."""
     a, b = last(whole), last(resumed)
     for key in ("state_dict", "optimizer_states", "lr_schedulers", "epoch", "global_step"):
@@ -185,19 +139,16 @@ def assert_same(whole: Path, resumed: Path) -> None:
 
 
 @pytest.fixture
-def own(tmp_path: Path) -> Path:
-    """The working directory, where `own_run.py` is."""
+def own(tmp_path):
     (tmp_path / "own_run.py").write_text(OWN)
     return tmp_path
 
 
 @pytest.fixture
-def fit(
-    own: Path, main: Callable[..., int], root: Path, monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., int]:
+def fit(own, main, root, monkeypatch):
     """`fit` in this process; `stop` says where a signal comes, see `Stop`."""
 
-    def fit(*args: str, stop: str = "", number: str = "SIGINT") -> int:
+    def fit(*args, stop="", number="SIGINT"):
         monkeypatch.setenv("STOP", stop)
         monkeypatch.setenv("SIGNAL", number)
         is_new = not any(arg.startswith("--resume") for arg in args)
@@ -208,12 +159,12 @@ def fit(
 
 
 @pytest.fixture(scope="session")
-def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def kept(tmp_path_factory):
     return tmp_path_factory.mktemp("trained") / "run"
 
 
 @pytest.fixture
-def run(kept: Path, fit: Callable[..., int], own: Path, capfd: pytest.CaptureFixture) -> Path:
+def run(kept, fit, own, capfd):
     """A run of two epochs in the working directory; trained for the first test, then copied."""
     if not kept.exists():
         assert fit("--trainer.max_epochs=2", "--run_dir=run") == 0

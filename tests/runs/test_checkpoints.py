@@ -1,7 +1,6 @@
 """The best checkpoint and the last one, how they are saved, and what else takes them."""
 
 import csv
-import errno
 import os
 import shutil
 from pathlib import Path
@@ -130,25 +129,6 @@ def test_weights_of_another_run_with_any_settings(run, fit, capfd):
     assert not Path("other").exists()
 
 
-def test_weights_bring_their_model(run, main, root, capfd):
-    """A file behind the flag that says null, such as of `--print_config`, does not take it back."""
-    saved, own = last(run)["state_dict"], run.parent
-    config = (run / "config.yaml").read_text()
-    assert not {"weights", "ckpt_path", "run_dir"} & yaml.safe_load(config).keys()
-    (own / "old.yaml").write_text(f"{config}weights: null\nckpt_path: null\nrun_dir: null\n")
-    line = ("--weights=run/checkpoints/last.ckpt", "--config=old.yaml", f"--data.root={root}")
-    assert main("fit", *line, "--trainer.max_epochs=1", "--model.lr=0", "--run_dir=tuned") == 0
-    assert "\nweights:  run/checkpoints/last.ckpt\n" in capfd.readouterr().out
-    weights = last(own / "tuned")["state_dict"]
-    assert all(torch.equal(weights[name], saved[name]) for name in saved)
-    moved = (run / "checkpoints" / "last.ckpt").rename(own / "moved.ckpt")
-    line = ("--config=old.yaml", f"--data.root={root}", "--run_dir=tested")
-    assert main("test", f"--ckpt_path={moved}", *line) == 0
-    assert f"\nckpt:     {moved}\n" in capfd.readouterr().out
-    assert main("fit", f"--weights={moved}") == 2
-    assert "moved.ckpt is not in a run directory" in capfd.readouterr().err
-
-
 def test_weights_from_elsewhere(run, fit, own, capfd):
     """A bare state_dict under other names, also in the old format; with a head of another size."""
     (own / "own_more.py").write_text(OWN)
@@ -196,17 +176,10 @@ def test_a_best_checkpoint_that_is_damaged_or_gone(fit, own, capfd):
 
 
 OWN = """
-import numpy as np
-from lightning.pytorch import Callback
 from own_run import Net
 
 class Loose(Net):
     strict_loading = False
-
-class Numpy(Callback):
-    def on_save_checkpoint(self, trainer, pl_module, checkpoint):
-        checkpoint["mine"] = [np.zeros(1)]
-
 """
 
 
@@ -223,29 +196,6 @@ def test_numpy_numbers_are_saved_as_pythons(tmp_path):
         AtomicCheckpointIO().save_checkpoint({"state_dict": {}, "rate": np.float32(0.1)}, path)
 
 
-@pytest.mark.parametrize(
-    ("options", "code", "told"),
-    [
-        ("", errno.ENOSPC, "epoch=0-step=7.ckpt'; after fixing this, resume with: "),
-        ("--trainer.callbacks+=own_more.Numpy", 0, "would be unreadable: it contains objects of"),
-    ],
-)
-def test_weights_that_cannot_be_kept_are_told(options, code, told, fit, own, capfd, monkeypatch):
-    """A full disk, and NumPy arrays."""
-    (own / "own_more.py").write_text(OWN)
-    write = Path.write_bytes
-
-    def write_bytes(path, content):
-        if code and path.suffix == ".ckpt":
-            raise OSError(code, os.strerror(code), str(path))
-        return write(path, content)
-
-    monkeypatch.setattr(Path, "write_bytes", write_bytes)
-    assert fit(*options.split(), "--run_dir=a", "--trainer.max_epochs=1") == 2
-    err = capfd.readouterr().err
-    assert told in err and err.count("\n") <= 2, err
-
-
 def test_what_is_best_must_be_known():
     """A loss falls, an accuracy rises; between validations, their value is an old one."""
     assert BestCheckpoint("val_loss").mode == "min" and BestCheckpoint("val/acc").mode == "max"
@@ -256,12 +206,3 @@ def test_what_is_best_must_be_known():
         ValueError, match=r"stale between validations: add --checkpoint\.monitor=null"
     ):
         BestCheckpoint(every_n_train_steps=10)
-
-
-def test_the_value_in_the_table_is_that_of_the_best(fit, own):
-    """Which is the first of two validations in an epoch of 7 steps."""
-    best_of = ("--checkpoint.monitor=val_step", "--checkpoint.mode=min")
-    assert fit("--trainer.max_epochs=1", "--trainer.val_check_interval=0.5", *best_of) == 0
-    (path,) = own.glob("runs/*")
-    end = read_run_json(path)["end"]
-    assert end["metrics"]["val_step"] == end["best"]["value"] == 3

@@ -7,7 +7,7 @@ import pytest
 import wandb
 
 from lightning_mgpu.runs.directory import config_beside
-from lightning_mgpu.runs.metrics import read_points, summarize
+from lightning_mgpu.runs.metrics import summarize
 from lightning_mgpu.runs.wandb_run import WandbOptions, start_run
 from tests.runs.conftest import metrics
 
@@ -25,29 +25,6 @@ def test_run_json(run):
     assert end["best"]["monitor"] == "val_acc" and end["best"]["epoch"] in (1, 2)
     assert end["metrics"] == summarize(run, end["best"]["epoch"])
     assert {"val_acc", "test_acc", "seconds_per_epoch"} < end["metrics"].keys()
-
-
-def test_the_table_has_validations_value_not_the_tests(fit, tmp_path):
-    """A step that logs `val_f1` (1, then 0.9) runs in the test, too (0.8); no best is known."""
-    options = ("--model=own_run.TestsByValidation", "--checkpoint.save_top_k=0", "--run_dir=a")
-    assert fit(*options, "--trainer.max_epochs=2") == 0
-    assert float(metrics(tmp_path / "a")[-1]["val_f1"]) == pytest.approx(0.8)
-    assert summarize(tmp_path / "a")["val_f1"] == pytest.approx(0.9)
-    assert [*read_points(tmp_path / "a")["val_f1"]] == [1, 2]
-
-
-def test_a_logged_epoch_or_step_has_a_column_of_its_own(fit, tmp_path):
-    assert fit("--model=own_run.Axis", "--trainer.max_epochs=2", "--run_dir=a") == 0
-    rows = [row for row in metrics(tmp_path / "a") if row["val_f1"]]
-    names = ("epoch", "step", "logged_epoch", "logged_step")
-    assert [[row[name] for name in names] for row in rows] == [
-        ["0", "6", "0.0", "0"],
-        ["1", "13", "1.0", "1"],
-    ]
-    assert read_points(tmp_path / "a")["val_f1"] == {1: 1.0, 2: pytest.approx(0.9)}
-    assert fit("--model=own_run.Axis", "--run_dir=b", stop="save,2") == 130
-    assert fit("--resume=b", "--trainer.max_epochs=2") == 0  # has no row of the second epoch twice
-    assert metrics(tmp_path / "a") == metrics(tmp_path / "b")
 
 
 def test_loggers_add_to_each_other(fit, tmp_path, capfd):
@@ -124,25 +101,6 @@ def test_the_lines_of_everybodys_pages(mode, fit, own, init, capfd):
     assert "testing the last epoch: no checkpoint is saved" in capfd.readouterr().out
 
 
-@pytest.mark.slow
-def test_the_options_of_the_pages_with_two_processes(command, own, capfd, root):
-    """Both have the same loggers, though only one has a W&B run."""
-    (own / "own_logs.py").write_text(LOGS)
-    few = [f"--trainer.limit_{stage}_batches=2" for stage in ("train", "val", "test")]
-    line = (
-        *("--trainer.accelerator=cpu", "--trainer.devices=2", *few, ONE, "--run_dir=a"),
-        *("--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.monitor=val_acc"),
-        *("--trainer.callbacks+=LearningRateFinder", "--trainer.callbacks.num_training_steps=4"),
-        *("--model=own_logs.Logs", "--model.optimizer=Adam", "--model.lr_scheduler=OneCycle"),
-        *("--checkpoint.every_n_train_steps=1", "--checkpoint.monitor=null"),
-        *("--data.source=synthetic", "--trainer.strategy=manual_allreduce"),
-        "--wandb.mode=offline",
-    )
-    code, out, err = command("fit", *line)
-    assert code == 0 and "Traceback" not in err, err
-    assert out.count(" WandbLogger MetricsFile \n") == 2
-
-
 def test_where_wandb_records(monkeypatch, tmp_path):
     """Offline without a login or an answering server; off if it cannot start at all."""
 
@@ -163,11 +121,6 @@ def test_where_wandb_records(monkeypatch, tmp_path):
     monkeypatch.setenv("WANDB_MODE", "onlin")
     assert where() == "off (WANDB_MODE=onlin)"
     assert where("offline").startswith("off (ValidationError: ")
-    monkeypatch.delenv("WANDB_MODE")
-    wandb.teardown()
-    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
-    monkeypatch.setattr("lightning_mgpu.runs.wandb_run.SETTINGS", {"init_timeout": 1.0})
-    assert where().startswith("offline (CommError: ") and "refused" in where()
     monkeypatch.setattr(wandb, "init", MagicMock(side_effect=RuntimeError("the service\nis gone")))
     monkeypatch.setenv("WANDB_MODE", "offline")
     assert where() == "off (RuntimeError: the service is gone)"

@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 from pathlib import Path
 
 import pytest
@@ -10,15 +9,16 @@ import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from lightning_mgpu.runs.directory import lock_run_dir, read_run_json
-from tests.runs.conftest import DATA, RUN, STRATEGIES, assert_same, equal, last, metrics
+from tests.runs.conftest import RUN, assert_same, equal, last, metrics
+
+DP = ("--trainer.devices=2", "--trainer.strategy=dp")
 
 
-@pytest.mark.parametrize("strategy", ["one_device", "dp"])
-def test_stopped_three_times(strategy, fit, tmp_path, capfd):
+def test_stopped_three_times(fit, tmp_path, capfd):
     """By three signals: in the first epoch, in a later one, and while `last.ckpt` is saved."""
-    assert fit(*STRATEGIES[strategy], "--run_dir=whole") == 0
+    assert fit("--run_dir=whole") == 0
     capfd.readouterr()
-    assert fit(*STRATEGIES[strategy], "--run_dir=stopped", stop="0,3", number="SIGINT") == 130
+    assert fit("--run_dir=stopped", stop="0,3", number="SIGINT") == 130
     assert not (tmp_path / "stopped" / "checkpoints").exists()
     assert fit("--resume=stopped", stop="2,1", number="SIGTERM") == 130
     assert last(tmp_path / "stopped")["epoch"] == 2
@@ -38,11 +38,7 @@ def test_stopped_three_times(strategy, fit, tmp_path, capfd):
         "--trainer.callbacks+=EarlyStopping --trainer.callbacks.monitor=val_mine "
         "--trainer.callbacks.patience=1 --trainer.min_epochs=3 --trainer.max_epochs=6",
         "--model.schedule=cycle --trainer.accumulate_grad_batches=3",
-        "--model.schedule=numpy",
         "--data=own_run.Shuffled",
-        # Lightning's callback freezes it again, with its running statistics
-        "--model=own_run.Tuned --trainer.callbacks+=BackboneFinetuning "
-        "--trainer.callbacks.unfreeze_backbone_at_epoch=1 --trainer.callbacks.train_bn=false",
     ],
 )
 def test_what_is_remembered_over_epochs(options, fit, tmp_path):
@@ -66,39 +62,13 @@ def test_a_run_stopped_in_its_test_is_tested_again(fit, main, tmp_path, capfd):
     assert drawn[0] == drawn[1]
 
 
-@pytest.mark.weekly  # each time under an exchange, and on two machines
-@pytest.mark.parametrize("strategy", ["one_device", "ddp", "manual"])
-def test_kill_9(strategy, command, own, tmp_path):
-    """It is followed by SIGTERM, which ends the processes that the first one has started."""
-    few = [f"--trainer.limit_{stage}_batches=2" for stage in ("val", "test")]
-    args = (*RUN, *DATA, "--data.source=synthetic", "--trainer.limit_train_batches=20", *few)
-    assert command("fit", *args, *STRATEGIES[strategy], "--run_dir=whole")[0] == 0
-    for line, *words in (
-        ("epoch 2/", *args, *STRATEGIES[strategy], "--run_dir=stopped"),
-        ("epoch 3/", "--resume=stopped"),
-    ):
-        process = command.start("fit", *words)
-        while (printed := process.stdout.readline()) and not printed.startswith(line):
-            pass
-        assert printed, process.stderr.read()
-        if line == "epoch 2/":
-            os.killpg(process.pid, signal.SIGKILL)
-        else:
-            process.terminate()
-        status, out, _ = command.finish(process, timeout=60)
-        assert status in (130, -signal.SIGKILL)
-        assert ("resume with: " in out) == (line == "epoch 3/")
-    assert command("fit", "--resume=stopped")[0] == 0
-    assert_same(tmp_path / "whole", tmp_path / "stopped")
-
-
 def test_a_longer_run_under_another_strategy(own, fit, capfd):
     """Flags that only say how long and where are taken, and equal ones."""
     assert fit("--trainer.max_epochs=2", "--run_dir=run") == 0
     capfd.readouterr()
     before = metrics(run := own / "run")
     equal_ones = ("--model=own_run.Net", "--model.lr=0.10")
-    assert fit(f"--resume={run}", *equal_ones, "--trainer.max_epochs=3", *STRATEGIES["dp"]) == 0
+    assert fit(f"--resume={run}", *equal_ones, "--trainer.max_epochs=3", *DP) == 0
     out = capfd.readouterr().out
     assert f"ckpt:     {run}/checkpoints/last.ckpt" in out
     assert "epoch 3/3" in out and "epoch 2/" not in out
@@ -243,16 +213,6 @@ def test_a_damaged_run_is_refused(run, fit, capfd, monkeypatch):
 class Pwned:
     def __reduce__(self):
         return print, ("code of a checkpoint runs",)
-
-
-def test_a_run_without_a_last_checkpoint_is_not_trained_again(fit, tmp_path, capfd):
-    option = "--trainer.enable_checkpointing=false"
-    assert fit(option, "--run_dir=a", stop="1,1") == 130
-    assert "stopped; start again\n" in capfd.readouterr().out
-    before = metrics(tmp_path / "a")
-    assert fit("--resume=a") == 2
-    assert "it saved no checkpoint (enable_checkpointing)" in capfd.readouterr().err
-    assert metrics(tmp_path / "a") == before
 
 
 def test_a_finished_run_without_a_whole_epoch_is_not_trained_again(fit, run, tmp_path, capfd):

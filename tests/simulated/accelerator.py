@@ -1,7 +1,5 @@
 """`Trainer(accelerator="sim")`, and `--trainer.accelerator=sim` on a command line in a test."""
 
-from typing import Any
-
 import torch
 from lightning.pytorch.accelerators import AcceleratorRegistry, CPUAccelerator
 from lightning.pytorch.plugins.precision import MixedPrecision
@@ -12,15 +10,15 @@ from lightning.pytorch.trainer.connectors.accelerator_connector import _Accelera
 class SimulatedAccelerator(CPUAccelerator):
     """Simulated devices for a Trainer. As on the CPU, `devices="auto"` is one."""
 
-    def setup_device(self, device: torch.device) -> None:
+    def setup_device(self, device):
         torch.accelerator.set_device_index(device.index)
 
     @staticmethod
-    def get_parallel_devices(devices: int) -> list[torch.device]:  # type: ignore[override]
+    def get_parallel_devices(devices):
         return [torch.device("sim", i) for i in range(devices)]
 
     @staticmethod
-    def name() -> str:
+    def name():
         return "sim"
 
 
@@ -30,19 +28,19 @@ choose_strategy = _AcceleratorConnector._choose_strategy
 choose_precision = _AcceleratorConnector._check_and_init_precision
 
 
-def choose_strategy_for_any_device(self: Any) -> Any:
+def choose_strategy_for_any_device(self):
     """Lightning's own takes the CPU for one device that is not CUDA's, Apple's or an XLA device."""
     chosen = choose_strategy(self)
     is_one = isinstance(chosen, SingleDeviceStrategy) and self._accelerator_flag == "sim"
     return SingleDeviceStrategy(self._parallel_devices[0]) if is_one else chosen
 
 
-def choose_precision_for_any_device(self: Any) -> Any:
+def choose_precision_for_any_device(self):
     """Lightning's own takes CUDA's autocast for every accelerator but the CPU and Apple's."""
     chosen = choose_precision(self)
     is_mixed = isinstance(chosen, MixedPrecision) and self._accelerator_flag == "sim"
     return MixedPrecision(chosen.precision, "sim") if is_mixed else chosen
 
 
-_AcceleratorConnector._choose_strategy = choose_strategy_for_any_device  # type: ignore[method-assign]
-_AcceleratorConnector._check_and_init_precision = choose_precision_for_any_device  # type: ignore[method-assign]
+_AcceleratorConnector._choose_strategy = choose_strategy_for_any_device
+_AcceleratorConnector._check_and_init_precision = choose_precision_for_any_device

@@ -20,10 +20,8 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/library.h>
 
-#include <atomic>
 #include <map>
 #include <mutex>
-#include <set>
 #include <string>
 
 namespace {
@@ -36,46 +34,13 @@ const DispatchKeySet KEYS = DispatchKeySet(DispatchKey::HPU) | DispatchKeySet(Di
 constexpr DeviceIndex NUM_DEVICES = 8;
 thread_local DeviceIndex current = 0;
 
-// What a GPU's host would wait for, and copies between devices: told to a watcher by name
-
-void (*watcher)(const char*) = nullptr;
-bool watch_peers = false;
-thread_local int inside = 0;  // of an operator that runs on the host: its copies are the simulation's own
-
-void tell(const char* what) {
-  if (watcher && !inside) watcher(what);
-}
-
-struct Inside {
-  Inside() { ++inside; }
-  ~Inside() { --inside; }
-};
-
-// The size of what these return depends on values, or they return one
-const std::set<std::string> WAITS = {
-    "aten::_local_scalar_dense", "aten::equal", "aten::nonzero", "aten::masked_select", "aten::_unique2",
-    "aten::unique_dim", "aten::unique_consecutive", "aten::bincount", "aten::is_nonzero", "aten::repeat_interleave"};
-
-// Memory: the host's, counted for each device
-
-std::atomic<int64_t> live[NUM_DEVICES];
-struct Block {
-  void* data;
-  size_t size;
-  DeviceIndex home;
-};
+// Memory: the host's
 
 struct Allocator final : c10::Allocator {
-  static void free(void* context) {
-    auto* block = static_cast<Block*>(context);
-    live[block->home] -= block->size;
-    c10::GetCPUAllocator()->raw_deallocate(block->data);
-    delete block;
-  }
+  static void free(void* data) { c10::GetCPUAllocator()->raw_deallocate(data); }
   c10::DataPtr allocate(size_t num_bytes) override {
-    auto* block = new Block{c10::GetCPUAllocator()->raw_allocate(num_bytes), num_bytes, current};
-    live[current] += num_bytes;
-    return {block->data, block, &free, Device(KIND, current)};
+    void* data = c10::GetCPUAllocator()->raw_allocate(num_bytes);
+    return {data, data, &free, Device(KIND, current)};
   }
   void copy_data(void* to, const void* from, std::size_t num_bytes) const override {
     default_copy_data(to, from, num_bytes);
@@ -110,8 +75,6 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void synchronizeDevice(const DeviceIndex) const override {}
 };
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
-
-bool is_pinned_address(const void*);
 
 // Random generators, one per device
 
@@ -186,7 +149,6 @@ void on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const std::string& name = op.schema().name();
   const auto& arguments = op.schema().arguments();
   const bool may_mix = name == "aten::_foreach_copy_";
-  if (watcher && WAITS.count(name)) tell(name.c_str());
   const bool is_foreach = name.rfind("aten::_foreach", 0) == 0;  // the i-th tensors of its lists go together
   std::vector<std::optional<Device>> homes(1);
   auto meet = [&](const Tensor& tensor, size_t i) {
@@ -208,7 +170,6 @@ void on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const DeviceIndex home = homes[0] && homes[0]->has_index() ? homes[0]->index() : current;
   for (size_t i = 0; i < arguments.size(); ++i)
     if (arguments[i].name() == "generator" && first[i].isNone()) first[i] = generator_of(home);
-  Inside guard;
   at::native::cpu_fallback(op, stack, /*error_on_views=*/true);
 }
 
@@ -232,16 +193,7 @@ std::vector<Tensor> to_cpu(at::TensorList tensors) {
   return hosts;
 }
 
-Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
-  if (watch_peers && !self.is_cpu() && !source.is_cpu() && self.device() != source.device())
-    tell(("peer copy " + std::to_string(source.nbytes())).c_str());
-  if (watcher && self.is_cpu() != source.is_cpu()) {
-    const bool to_host = self.is_cpu();
-    const bool is_pinned = !to_host && is_pinned_address(source.storage().data());
-    if (!non_blocking) tell(to_host ? "copy to host" : "copy from host");
-    else if (to_host) tell("non-blocking copy to host, which races");
-    else tell(is_pinned ? "async copy from pinned host" : "copy from pageable host");
-  }
+Tensor& copy_(Tensor& self, const Tensor& source, bool) {
   host(self).copy_(host(source));
   return self;
 }
@@ -343,8 +295,3 @@ TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, library) {
 }
 
 }  // namespace
-
-// For tests (watch.py)
-extern "C" int64_t sim_memory(int device) { return live[device]; }
-extern "C" void sim_watch_peers(int is_on) { watch_peers = is_on; }
-extern "C" void sim_watch(void (*function)(const char*)) { watcher = function; }

@@ -4,8 +4,7 @@
 
 As a pytest plugin it lets the tests' `Trainer(accelerator="cpu")` run on simulated devices.
 As on GPUs, tensors of different devices cannot be mixed, nor with the CPU's. Autograd has a
-thread per device. Each device has its own random numbers and counts the bytes it holds. Autocast
-and GradScalers work. watch.py counts what makes the host wait, and bytes between devices.
+thread per device. Each device has its own random numbers. Autocast and GradScalers work.
 
 These devices lack what GPUs have: streams (all work is done when a call returns, so no test
 here finds a missing `synchronize` or a race), kernels and speed of their own (the CPU's run, to the
@@ -19,7 +18,6 @@ import os
 import subprocess
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import torch
 
@@ -28,7 +26,7 @@ SOURCE = Path(__file__).with_name("devices.cpp")
 NUM_DEVICES = 8  # as there
 
 
-def build() -> Path:
+def build():
     """Compile the devices into `build/`, once per version of them and of torch (20 s)."""
     key = hashlib.sha256(SOURCE.read_bytes() + torch.__version__.encode()).hexdigest()[:16]
     library = SOURCE.with_name("build") / f"{key}.so"
@@ -44,21 +42,21 @@ def build() -> Path:
     return library
 
 
-def register() -> None:
+def register():
     """Make `torch.device("sim")` known, with what torch and Lightning ask of `torch.sim`."""
     torch.utils.rename_privateuse1_backend("sim")
     torch.ops.load_library(str(build()))
     here, ops = torch.accelerator, torch.ops.sim
 
-    def index_of(device: Any) -> int:
+    def index_of(device):
         index = torch.device(device).index
         return here.current_device_index() if index is None else index
 
-    def manual_seed_all(seed: int) -> None:
+    def manual_seed_all(seed):
         for i in range(NUM_DEVICES):
             ops.manual_seed(seed - 2**64 if seed >= 2**63 else seed, i)
 
-    module: Any = ModuleType("torch.sim")
+    module = ModuleType("torch.sim")
     vars(module).update(
         device=lambda device: here.device_index(torch.device(device).index),
         device_count=lambda: NUM_DEVICES,
@@ -75,11 +73,11 @@ def register() -> None:
     torch._register_device_module("sim", module)
 
 
-def pytest_load_initial_conftests() -> None:
+def pytest_load_initial_conftests():
     register()  # before a conftest.py asks for the devices
 
 
-def pytest_configure() -> None:
+def pytest_configure():
     """Let Trainers on the CPU run on simulated devices.
 
     Those stay there that start processes, and those whose strategy names its own devices.
@@ -92,7 +90,7 @@ def pytest_configure() -> None:
     init = Trainer.__init__
 
     @functools.wraps(init)
-    def on_simulated_devices(self: Trainer, **kwargs: Any) -> None:
+    def on_simulated_devices(self, **kwargs):
         strategy, has_one = kwargs.get("strategy", "auto"), str(kwargs.get("devices", 1)) == "1"
         is_dp = strategy == "dp" or hasattr(strategy, "device_shares")
         names_its_own = bool(getattr(strategy, "parallel_devices", None))
@@ -102,4 +100,4 @@ def pytest_configure() -> None:
             kwargs["accelerator"] = "sim"
         init(self, **kwargs)
 
-    Trainer.__init__ = on_simulated_devices  # type: ignore[method-assign]
+    Trainer.__init__ = on_simulated_devices

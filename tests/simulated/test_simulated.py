@@ -7,17 +7,15 @@ from pathlib import Path
 
 import pytest
 
-HERE = Path(__file__).parent
-DP = pytest.param(HERE.parent / "strategies" / "test_dp.py", marks=pytest.mark.weekly)
+TESTS = Path(__file__).parents[1]
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.timeout(520)
-@pytest.mark.parametrize("path", [HERE, DP])
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++ to build the simulated devices")
-def test_on_simulated_devices(path):
+def test_on_simulated_devices():
     """In a process of its own: torch takes one such backend, and keeps it."""
     options = ["-q", "-p", "no:cacheprovider", "-p", "tests.simulated.devices", "-W", "ignore"]
-    line = [sys.executable, "-m", "pytest", *options, "--tb=short", str(path)]
-    done = subprocess.run(line, cwd=HERE.parents[1], capture_output=True, text=True, timeout=500)
+    line = [sys.executable, "-m", "pytest", *options, "--tb=short", "tests/strategies/test_dp.py"]
+    done = subprocess.run(line, cwd=TESTS.parent, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -8,20 +8,17 @@ import os
 import pickle
 import socket
 import sys
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from importlib import import_module
-from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer, seed_everything
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -30,7 +27,7 @@ from lightning_mgpu.strategies import ManualAllreduceStrategy, manual_allreduce
 
 IN_MEMORY = "BY_MESSAGES" not in os.environ
 if not IN_MEMORY:  # as between machines, and with one parameter per bucket
-    ControlPlane.map_memory = lambda *_: None  # type: ignore[method-assign]
+    ControlPlane.map_memory = lambda *_: None
     manual_allreduce.BUCKET_CAP_MB = 1e-9
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["torch", "lightning.pytorch", "lightning_mgpu"])
@@ -38,16 +35,16 @@ OFF = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_su
 QUIET = {**dict.fromkeys(OFF, False), "num_sanity_val_steps": 0, "accelerator": "cpu"}
 
 
-def world_size() -> int:
+def world_size():
     """Of the processes that run this."""
     return int(os.environ.get("WORLD_SIZE", 1))
 
 
-def rank() -> int:
+def rank():
     return int(os.environ.get("RANK", 0))
 
 
-def samples(num: int = 57, seed: int = 1) -> TensorDataset:
+def samples(num=57, seed=1):
     """X (N, 8) in float64 and classes (N,). The last of six batches of 10 has 7 samples."""
     generator = torch.Generator().manual_seed(seed)
     X = torch.randn(num, 8, generator=generator, dtype=torch.float64)
@@ -57,25 +54,25 @@ def samples(num: int = 57, seed: int = 1) -> TensorDataset:
 class Net(LightningModule):
     """Tests override its methods."""
 
-    def __init__(self, net: nn.Module | None = None) -> None:
+    def __init__(self, net=None):
         super().__init__()
         self.net = net or nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3))
 
-    def loss(self, batch: Any) -> Tensor:
+    def loss(self, batch):
         return F.cross_entropy(self.net(batch[0]), batch[1])
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         return self.loss(batch)
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.5, momentum=0.9)
 
 
-def make_strategy(seconds: float = 20, **kwargs: Any) -> ManualAllreduceStrategy:
+def make_strategy(seconds=20, **kwargs):
     return ManualAllreduceStrategy(timeout=timedelta(seconds=seconds), **kwargs)
 
 
-def new_control_plane(seconds: float = 10) -> ControlPlane:
+def new_control_plane(seconds=10):
     """Of all processes that run this, without a Trainer."""
     group, trainer = None, SimpleNamespace(received_sigterm=False, interrupted=False)
     if world_size() > 1:
@@ -85,7 +82,7 @@ def new_control_plane(seconds: float = 10) -> ControlPlane:
     return ControlPlane(rank(), world_size(), group, seconds, trainer)
 
 
-def new_trainer(**kwargs: Any) -> Trainer:
+def new_trainer(**kwargs):
     """A Trainer of all processes that run this. For one process its strategy is `auto`."""
     strategy = make_strategy() if world_size() > 1 else "auto"
     given = {"strategy": strategy, "devices": world_size(), "max_epochs": 2, **kwargs}
@@ -93,12 +90,12 @@ def new_trainer(**kwargs: Any) -> Trainer:
 
 
 def fit(
-    make: Callable[[], LightningModule] = Net,
-    data: Any = None,
-    val: Any = None,
-    ckpt_path: Any = None,
-    **kwargs: Any,
-) -> tuple[dict[str, Tensor], dict[str, float]]:
+    make=Net,
+    data=None,
+    val=None,
+    ckpt_path=None,
+    **kwargs,
+):
     """The trained module's state, and what was logged. Without processes: one device.
 
     `data`: a loader, or a function of the Trainer that makes one.
@@ -113,7 +110,7 @@ def fit(
 
 
 @contextmanager
-def no_shared_memory(is_one_machine: bool = False) -> Iterator[None]:
+def no_shared_memory(is_one_machine=False):
     """As between machines, or in one machine that has no memory to share."""
     with (
         mock.patch.object(ManualAllreduceStrategy, "is_one_machine", is_one_machine),
@@ -122,7 +119,7 @@ def no_shared_memory(is_one_machine: bool = False) -> Iterator[None]:
         yield
 
 
-def attempt(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def attempt(function, *args, **kwargs):
     """The result of a function, or the exception that it raises, as text."""
     try:
         return function(*args, **kwargs)
@@ -130,7 +127,7 @@ def attempt(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return f"{type(error).__name__}: {error}"
 
 
-def assert_close(found: Any, expected: Any, rtol: float = 1e-10, atol: float | None = None) -> None:
+def assert_close(found, expected, rtol=1e-10, atol=None):
     """Nested dicts of tensors and numbers, or tuples of such."""
     assert not isinstance(found, str), found
     torch.testing.assert_close(
@@ -144,7 +141,7 @@ class Group:
     An exception is returned as `"ValueError: its message"`, and -9 for a process killed by SIGKILL.
     """
 
-    def __init__(self, k: int) -> None:
+    def __init__(self, k):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -157,11 +154,11 @@ class Group:
             self.processes.append(process)
             self.connections.append(mine)
 
-    def send(self, *call: Any) -> None:
+    def send(self, *call):
         for connection in self.connections:
             connection.send(call)
 
-    def receive(self) -> list[Any]:
+    def receive(self):
         results = []
         for process, connection in zip(self.processes, self.connections):
             assert connection.poll(90), f"a process hangs: {results}"
@@ -172,7 +169,7 @@ class Group:
                 results.append(process.exitcode)
         return results
 
-    def end(self) -> None:
+    def end(self):
         for connection in self.connections:
             connection.close()
         for process in self.processes:
@@ -180,7 +177,7 @@ class Group:
             process.kill()
 
 
-def run_in_processes(k: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+def run_in_processes(k, function, *args, **kwargs):
     """The results of a function in each of k new processes, which end when it returns."""
     group = Group(k)
     try:
@@ -191,7 +188,7 @@ def run_in_processes(k: int, function: Callable[..., Any], *args: Any, **kwargs:
         group.end()
 
 
-def serve(connection: Connection, rank: int, k: int, port: int) -> None:
+def serve(connection, rank, k, port):
     """Call functions until there is an empty call, or nobody at the other end."""
     ranks = {"WORLD_SIZE": k, "LOCAL_WORLD_SIZE": k, "RANK": rank, "LOCAL_RANK": rank}
     numbers = {**ranks, "GROUP_RANK": 0, "MASTER_PORT": port}
@@ -200,7 +197,7 @@ def serve(connection: Connection, rank: int, k: int, port: int) -> None:
     sys.path.insert(0, str(Path(__file__).parents[2]))  # for `from tests.strategies import ...`
     torch.set_num_threads(1)
     # else a DataLoader has no workers: daemons may not have children
-    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    multiprocessing.current_process()._config["daemon"] = False
     with suppress(EOFError):
         while call := connection.recv():
             module, name, args, kwargs = call

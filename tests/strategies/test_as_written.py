@@ -24,8 +24,6 @@ NAMES = ("textbook", "tree", "ring", "sharded", "halving_doubling", "key_value")
 
 
 class Several(Net):
-    """Unused, frozen, bfloat16, transposed, 0-d and empty parameters."""
-
     def __init__(self):
         super().__init__()
         self.unused, self.frozen = (nn.Parameter(torch.ones(3)) for _ in range(2))

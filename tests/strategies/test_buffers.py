@@ -1,12 +1,9 @@
 """Running statistics are averaged over replicas; of other buffers the first replica's are kept."""
 
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from lightning_mgpu.strategies.buffers import read_buffers
@@ -15,7 +12,7 @@ from tests.strategies.conftest import Net, assert_close, attempt, fit, rank, sam
 
 
 class Normalized(Net):
-    def __init__(self, last: Any = None) -> None:
+    def __init__(self, last=None):
         layers = [nn.Linear(8, 16), last or nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 3)]
         super().__init__(nn.Sequential(*layers))
         self.register_buffer("first", torch.zeros(()))
@@ -29,9 +26,7 @@ class Normalized(Net):
 
 
 class Images(Net):
-    """A layer of two dimensions, without weights, with a mean over all batches."""
-
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(nn.BatchNorm2d(2, momentum=None, affine=False))
         self.head = nn.Linear(8, 3)
 
@@ -40,9 +35,7 @@ class Images(Net):
 
 
 class CountsInForward(Net):
-    """A buffer that `forward` writes, in validation, too."""
-
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.register_buffer("num_seen", torch.zeros(1))
 
@@ -50,22 +43,10 @@ class CountsInForward(Net):
         self.num_seen += 1 + rank()
 
 
-class Recomputed(Net):
-    """BatchNorm in a checkpointed block: its layers run again in the backward pass."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.block = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
-
-    def loss(self, batch):
-        X: Any = checkpoint(self.block, batch[0], use_reentrant=False)
-        return super().loss([X, batch[1]])
-
-
 class Averages(Net):
     """Hooks before the backward pass edit a buffer that the next loss reads."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.register_buffer("num_edits", torch.ones(()))
 
@@ -79,11 +60,11 @@ class Averages(Net):
         return super().loss(batch) / self.num_edits.clone()
 
 
-def data() -> DataLoader:
+def data():
     return DataLoader(samples(), 10)
 
 
-def no_statistics() -> Net:
+def no_statistics():
     return Normalized(nn.BatchNorm1d(16, track_running_stats=False))
 
 
@@ -92,9 +73,7 @@ class Counts(Weighted, Normalized):
 
 
 class Still(Normalized):
-    """Does not train, and counts samples."""
-
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.register_buffer("num_seen", torch.zeros((), dtype=torch.int32))
         self.register_buffer("empty", torch.empty(0))
@@ -107,7 +86,7 @@ class Still(Normalized):
         return torch.optim.SGD(self.parameters(), 0.0)
 
 
-def synced(make: Any) -> Case:
+def synced(make):
     return Case(make, lambda: {"data": data(), "sync_batchnorm": True}, rtol=1e-9)
 
 
@@ -117,7 +96,6 @@ CASES = {
     "no statistics": synced(no_statistics),
     "weights": synced(Counts),
     "edited": Case(Averages, lambda: {"data": data()}),
-    "edited in a window": Case(Averages, lambda: {"data": data(), "accumulate_grad_batches": 2}),
     "counts": Case(
         CountsInForward,
         lambda: {"data": data(), "val": data()},
@@ -126,18 +104,18 @@ CASES = {
 }
 
 
-def fit_plain(make: Any = Still, **options: Any) -> Any:
+def fit_plain(make=Still, **options):
     return attempt(fit, make, data(), **options)
 
 
-def find_classes() -> list[str]:
+def find_classes():
     """Of the layer while it trains, and afterwards."""
     module = Normalized()
     fit(lambda: module, data(), sync_batchnorm=True, max_epochs=1)
     return [*module.classes, type(module.net[1]).__name__]
 
 
-def by_hand(k: int) -> dict[str, Tensor]:
+def by_hand(k):
     """The layer's statistics after one epoch, of k replicas that start every step alike."""
     torch.manual_seed(0)
     net, layer = Still().double().net[0], nn.BatchNorm1d(16).double()
@@ -171,11 +149,6 @@ def test_sync_batchnorm_is_one_device(name, in_two_processes):
 
 def test_the_plain_layer_comes_back(in_two_processes):
     assert in_two_processes(find_classes)[0] == ["SyncedBatchNorm", "BatchNorm1d"]
-
-
-def test_a_checkpointed_layer_has_one_state(in_two_processes):
-    first, second = in_two_processes(fit_plain, Recomputed)
-    assert_close(first, second, rtol=1e-15)
 
 
 def test_a_buffer_made_in_a_step_is_refused():

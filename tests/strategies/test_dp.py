@@ -3,12 +3,9 @@
 Reference runs are Lightning's own. With `-p tests.simulated.devices` the devices differ.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_mgpu.strategies import DataParallelStrategy
@@ -32,7 +29,6 @@ NAMES = [
 
 @pytest.mark.parametrize("name", NAMES)
 def test_training_is_that_of_one_device(name):
-    """Batches have 10 samples, and the last one 7."""
     file, case = test_parity.__name__, test_parity.CASES[name]
     expected = fit_case(file, name)
     for k in (2, 8):
@@ -43,7 +39,7 @@ def test_training_is_that_of_one_device(name):
 class OldLayers(Net):
     """Weights that are not parameters, a second list of them, and a hook that sees the sum."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.net[0] = nn.utils.weight_norm(self.net[0])
         self.net[2].weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
@@ -56,7 +52,7 @@ class OldLayers(Net):
 
 
 class Compiled(Net):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.net.compile(backend="aot_eager")
 
@@ -64,7 +60,7 @@ class Compiled(Net):
 class MomentumTeacher(Net):
     """Edits parameters in its step, in every shard alike."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.teacher = nn.Linear(8, 16).requires_grad_(False)
 
@@ -74,8 +70,6 @@ class MomentumTeacher(Net):
 
 
 class LogsAfter(Logs):
-    """What a hook sees is the whole batch."""
-
     def on_train_batch_end(self, outputs, batch, batch_idx):
         super().on_train_batch_end(outputs, batch, batch_idx)
         self.log("after", batch[0].sum(), on_step=False, on_epoch=True)
@@ -101,12 +95,10 @@ def test_weights_count():
 class Watched(Net):
     """Records what shards are and what they compute with."""
 
-    running_mean: Tensor
-
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.register_buffer("running_mean", torch.zeros(2))
-        self.shards: list[tuple[int, torch.device, bool]] = []
+        self.shards = []
 
     def training_step(self, batch, batch_idx):
         weight, num = self.net[0].weight, len(batch[0])
@@ -149,7 +141,7 @@ class Gathers(Net):
         return super().loss(batch) + 0 * self.all_gather(batch[0]).sum()
 
 
-REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
+REFUSED = {
     "manual optimization": (Manual, {}, "does not support manual optimization"),
     "sync_batchnorm": (Net, {"sync_batchnorm": True}, "has no sync_batchnorm"),
     "two machines": (Net, {"num_nodes": 2}, "supports only one process"),

@@ -10,8 +10,7 @@ from tests.cases import Case, Logs, Stream, check
 from tests.strategies.conftest import Net, assert_close, new_trainer, samples
 
 
-def val_loaders() -> list[DataLoader]:
-    """The last batches have 1 and 3 samples more than a whole number of shards."""
+def val_loaders():
     return [DataLoader(samples(59, 5), 7), DataLoader(samples(23, 6), 4)]
 
 
@@ -27,19 +26,15 @@ class Plateau(Logs):
         }
 
     def on_train_epoch_end(self):
-        self.log("rate", self.optimizers().param_groups[0]["lr"])  # type: ignore[union-attr]
+        self.log("rate", self.optimizers().param_groups[0]["lr"])
 
 
 class InHooks(Logs):
-    """Values that hooks log need `sync_dist`."""
-
     def on_validation_batch_end(self, outputs, batch, *args):
         self.log("val_hook", batch[0][:, 0].mean(), sync_dist=True)
 
 
 class TwoStreams(Net):
-    """Two validation loaders of unknown length: Lightning reads a batch of them ahead."""
-
     def validation_step(self, batch, batch_idx, dataloader_idx):
         self.log("val_loss", self.loss(batch), batch_size=len(batch[1]))
 
@@ -50,7 +45,7 @@ class EvaluatesBoth(Net):
 
 
 class EvaluatesByMetric(Net):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.mean = MeanMetric()
 
@@ -60,7 +55,7 @@ class EvaluatesByMetric(Net):
         self.log("mean", self.mean)
 
 
-def both(size: int) -> CombinedLoader:
+def both(size):
     """Batches of two loaders: with 5 samples in the first one, shards of 3 beside shards of 2."""
     return CombinedLoader(
         {"a": DataLoader(samples(20), size), "b": DataLoader(samples(20), 4)}, "min_size"
@@ -85,7 +80,7 @@ def test_values_are_means_over_all_samples(name, in_two_processes):
     check(__name__, name, in_two_processes)
 
 
-def evaluate() -> dict[str, float]:
+def evaluate():
     torch.manual_seed(0)
     trainer, module = new_trainer(), Logs().double()
     # of one batch, and the first evaluation of its Trainer: 2 samples and 1

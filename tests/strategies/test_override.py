@@ -2,11 +2,9 @@
 
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -18,20 +16,20 @@ from tests.strategies.conftest import Net, assert_close, attempt, fit, samples
 NORM = 0.1
 PAGE = (Path(__file__).parents[2] / "docs" / "internals.md").read_text()
 [CODE] = re.findall(r"```python\n# my_strategy.py\n(.*?)```", PAGE, flags=re.DOTALL)
-DEFINED: dict[str, Any] = {"__name__": "my_strategy"}
+DEFINED = {"__name__": "my_strategy"}
 assert "(1.0 / norm)" in CODE
 exec(CODE.replace("(1.0 / norm)", f"({NORM} / norm)"), DEFINED)
 
 
-def train(window: int) -> Any:
+def train(window):
     strategy, data = DEFINED["ClipsReplicas"](), DataLoader(samples(), 10)
     return attempt(fit, Net, data, strategy=strategy, accumulate_grad_batches=window)
 
 
-def by_hand(k: int, window: int) -> dict[str, Tensor]:
+def by_hand(k, window):
     torch.manual_seed(0)
     net = Net().double()
-    optimizer: Any = net.configure_optimizers()
+    optimizer = net.configure_optimizers()
     batches = [*DataLoader(samples(), 10)] * 2
     for i in range(0, len(batches), window):
         several = batches[i : i + window]
@@ -42,7 +40,7 @@ def by_hand(k: int, window: int) -> dict[str, Tensor]:
                 shard = X.tensor_split(k)[replica], y.tensor_split(k)[replica]
                 shares.append(len(shard[1]) / len(y))
                 losses.append(net.loss(shard) * shares[-1])
-            mean: Any = sum(losses) / sum(shares)
+            mean = sum(losses) / sum(shares)
             gradient = parameters_to_vector(torch.autograd.grad(mean, [*net.parameters()]))
             clipped = gradient * (NORM / gradient.norm()).clamp(max=1)
             assert gradient.norm() > NORM
@@ -98,7 +96,6 @@ def fit_by_hand(allreduce):
 
 
 def test_autocast_does_not_apply_to_an_allreduce(in_two_processes):
-    """In manual optimization, the backward pass is within `training_step`."""
     expected = in_two_processes(fit_by_hand, textbook_allreduce)[0]
     for found in in_two_processes(fit_by_hand, by_product):
         assert_close(found, expected, rtol=1e-5)

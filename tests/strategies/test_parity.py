@@ -4,8 +4,6 @@ Every case is a kind of model, optimizer or hook for which data parallelism coul
 test_dp.py runs them under `dp`. What any strategy promises is in tests/test_promises.py.
 """
 
-from typing import Any
-
 import pytest
 import torch
 from lightning.pytorch.callbacks import StochasticWeightAveraging
@@ -25,8 +23,6 @@ class Plain(Net):
 
 
 class Searches(Net):
-    """Runs the step several times per batch, and decides by the loss."""
-
     def configure_optimizers(self):
         options = {"lr": 0.5, "max_iter": 4, "line_search_fn": "strong_wolfe"}
         return torch.optim.LBFGS(self.parameters(), **options)
@@ -35,7 +31,7 @@ class Searches(Net):
 class Frozen(Net):
     """The first layer trains in every second epoch, the last in the others, and one never."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.unused = nn.Linear(2, 2)
 
@@ -47,7 +43,7 @@ class Frozen(Net):
 class Tied(Net):
     """Layers with one weight, and two weights to which autograd gives views of one gradient."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         first, second = nn.Linear(8, 8), nn.Linear(8, 8)
         second.weight = first.weight
         super().__init__(nn.Sequential(first, nn.Tanh(), second, nn.Tanh(), nn.Linear(8, 3)))
@@ -58,22 +54,18 @@ class Tied(Net):
 
 
 class Replaced(Net):
-    """Another layer of the same shape, and one of another."""
-
     def on_train_epoch_start(self):
         if self.current_epoch == 1:
             self.net[0] = nn.Linear(8, 16)
             self.net[2] = nn.Sequential(nn.Linear(16, 5), nn.Linear(5, 3))
             self.to(self.device, torch.float64)
-            optimizer: Any = self.optimizers()
+            optimizer = self.optimizers()
             for i in (0, 2):
                 optimizer.add_param_group({"params": list(self.net[i].parameters())})
 
 
 class Recurrent(Net):
-    """An LSTM, weight_norm and checkpointed activations."""
-
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         nn.utils.parametrizations.weight_norm(self.net[0])
         self.lstm = nn.LSTM(1, 8, batch_first=True)
@@ -84,8 +76,6 @@ class Recurrent(Net):
 
 
 class Edited(Net):
-    """Weights and gradients that hooks edit."""
-
     def on_train_batch_end(self, *args):
         for p in self.parameters():
             p.data.mul_(0.99)
@@ -111,8 +101,6 @@ class HalvesGradients(Net):
 
 
 class KeepsMask(Net):
-    """The step leaves a mask on the module, which the recomputed forward pass reads."""
-
     def block(self, X):
         return self.net[0](X) * self.mask
 
@@ -123,8 +111,6 @@ class KeepsMask(Net):
 
 
 class ClipsWeights(Net):
-    """The step clips weights by `.data`, after a warm-up."""
-
     def loss(self, batch):
         if self.global_step >= 2:
             for p in self.parameters():
@@ -161,8 +147,6 @@ class FlatGradient(Net):
 
 
 class EmptyFirst(Net):
-    """Its first parameter is empty."""
-
     def __init__(self):
         super().__init__()
         net = self.net
@@ -175,8 +159,6 @@ class EmptyFirst(Net):
 
 
 class LeavesEarly(Net):
-    """An epoch ends in the middle of an accumulation window."""
-
     def on_train_batch_start(self, batch, batch_idx):
         return -1 if batch_idx == 3 else None
 
@@ -191,7 +173,7 @@ class PenalisedGradient(Net):
 class ChannelsLast(Net):
     """`fused=True` reads a gradient in the order of its parameter."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(nn.Conv2d(2, 3, 2).to(memory_format=torch.channels_last))
 
     def loss(self, batch):
@@ -202,7 +184,7 @@ class ChannelsLast(Net):
 
 
 class GAN(Manual):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.net, self.critic = nn.Linear(8, 8), nn.Linear(8, 1)
 
@@ -228,10 +210,8 @@ class GAN(Manual):
 
 
 class AccumulatesByHand(Manual):
-    """Accumulates by hand; two losses have one graph."""
-
     def training_step(self, batch, batch_idx):
-        optimizer: Any = self.optimizers()
+        optimizer = self.optimizers()
         y = self.net(batch[0])
         self.manual_backward(F.cross_entropy(y, batch[1]), retain_graph=True)
         self.manual_backward(y.square().mean())
@@ -249,7 +229,7 @@ class ExchangesOnce(Manual):
     num_batches = 0
 
     def training_step(self, batch, batch_idx):
-        optimizer: Any = self.optimizers()
+        optimizer = self.optimizers()
         self.num_batches += 1
         is_last = self.num_batches % 4 == 0
         with optimizer.toggle_model(sync_grad=is_last):
@@ -262,8 +242,6 @@ class ExchangesOnce(Manual):
 
 
 class TiedByHand(Manual, Tied):
-    """Two gradients that are views of one tensor are accumulated by hand."""
-
     def training_step(self, batch, batch_idx):
         self.manual_backward(self.loss(batch))
         if batch_idx % 2 == 1:
@@ -272,8 +250,6 @@ class TiedByHand(Manual, Tied):
 
 
 class NeverZeroes(Manual):
-    """Gradients of all batches so far are accumulated by hand."""
-
     def training_step(self, batch, batch_idx):
         optimizer = self.optimizers()
         with optimizer.toggle_model(sync_grad=batch_idx % 2 == 1):
@@ -323,15 +299,14 @@ class OneAccumulates(Manual):
         return [torch.optim.SGD(self.net[i].parameters(), 0.5, momentum=0.9) for i in (0, 2)]
 
 
-def half(**kwargs: Any) -> dict[str, Any]:
+def half(**kwargs):
     """Float32 samples, of which one overflows: a GradScaler leaves that step out."""
     X, y = samples().tensors
     X[20] = 1e38 if "plugins" in kwargs else X[20]
     return {**kwargs, "data": DataLoader(TensorDataset(X.float(), y), 10), "precision": None}
 
 
-CASES: dict[str, Case] = {
-    "momentum": Case(),
+CASES = {
     "lbfgs": Case(Searches, is_for_one=True, rtol=1e-6),
     "frozen, accumulated": Case(Frozen, lambda: {"max_epochs": 3, "accumulate_grad_batches": 2}),
     "tied": Case(Tied),

@@ -1,14 +1,11 @@
 """What does not train right is refused in one line that names the fix."""
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.plugins.environments import LightningEnvironment
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 from lightning_mgpu.strategies import ManualAllreduceStrategy
@@ -19,7 +16,7 @@ from tests.strategies.test_parity import FlatSGD, Searches, half
 
 class LossBackward(Manual):
     def training_step(self, batch, batch_idx):
-        optimizer: Any = self.optimizers()
+        optimizer = self.optimizers()
         optimizer.zero_grad()
         assert batch_idx == 0  # it is found after the first update
         self.loss(batch).backward()
@@ -27,7 +24,7 @@ class LossBackward(Manual):
 
 
 class Sparse(Net):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(nn.Embedding(10, 3, sparse=True))
 
     def loss(self, batch):
@@ -35,16 +32,12 @@ class Sparse(Net):
 
 
 class Hidden(Net):
-    """Only the optimizer knows this parameter."""
-
     def configure_optimizers(self):
         self.hidden = [nn.Parameter(torch.zeros(3))]
         return torch.optim.SGD([*self.parameters(), *self.hidden], 0.1)
 
 
 class LateParameter(Net):
-    """A head in a plain list joins the optimizer in the second epoch."""
-
     def __init__(self):
         super().__init__()
         self.heads = []
@@ -60,8 +53,6 @@ class LateParameter(Net):
 
 
 class WideGradient(Net):
-    """Gradients of float32 for weights of bfloat16."""
-
     def __init__(self):
         super().__init__()
         self.scale = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
@@ -78,8 +69,6 @@ class EditsByRank(Net):
 
 
 class GathersParts(Net):
-    """Parts of five and four samples."""
-
     def on_train_epoch_end(self):
         self.all_gather(torch.zeros(5 - rank()))
 
@@ -103,9 +92,7 @@ class FlatByHand(Manual):
 
 
 class Returns(Net):
-    """Something else for the second shard of a batch of 10."""
-
-    def __init__(self, make: Callable[[Tensor], Any]) -> None:
+    def __init__(self, make):
         super().__init__()
         self.make, self.num_steps = make, 0
 
@@ -126,8 +113,6 @@ class Swaps(Net):
 
 
 class Branches(Net):
-    """Processes run different layers at a time."""
-
     def __init__(self):
         super().__init__()
         self.norms = nn.ModuleList([nn.BatchNorm1d(8), nn.BatchNorm1d(8)])

@@ -3,12 +3,9 @@
 The oracle is a loop without Lightning: the mean over all things that a window of batches has.
 """
 
-from typing import Any
-
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -17,7 +14,7 @@ from tests.cases import Case, Manual, Weighted, check
 from tests.strategies.conftest import Net, samples
 
 
-def loader() -> DataLoader:
+def loader():
     """Samples of class 2 do not count. A batch and a shard of the next one have no others."""
     X, y = samples().tensors
     y[20:35] = 2
@@ -33,8 +30,6 @@ class WeightedManual(Manual, Weighted):
 
 
 class WeightedPasses(WeightedManual):
-    """The gradients of two batches are added, and exchanged once."""
-
     def training_step(self, batch, batch_idx):
         output, optimizer = Weighted.training_step(self, batch, batch_idx), self.optimizers()
         with optimizer.toggle_model(sync_grad=batch_idx % 2 == 1):
@@ -44,10 +39,10 @@ class WeightedPasses(WeightedManual):
             optimizer.zero_grad()
 
 
-def by_passes() -> dict[str, Tensor]:
+def by_passes():
     torch.manual_seed(0)
     net = Net().double()
-    optimizer: Any = net.configure_optimizers()
+    optimizer = net.configure_optimizers()
     for i, (X, y) in enumerate([*loader()] * 2):
         if (y != 2).any():
             F.cross_entropy(net.net(X[y != 2]), y[y != 2]).backward()
@@ -57,10 +52,10 @@ def by_passes() -> dict[str, Tensor]:
     return net.state_dict()
 
 
-def by_hand(window: int) -> dict[str, Tensor]:
+def by_hand(window):
     torch.manual_seed(0)
     net = Net().double()
-    optimizer: Any = net.configure_optimizers()
+    optimizer = net.configure_optimizers()
     batches = [*loader()] * 2
     for i in (0, 4, 6, 10) if window == 4 else range(12):
         end = min(i + window, 6 if i < 6 else 12)
@@ -72,8 +67,7 @@ def by_hand(window: int) -> dict[str, Tensor]:
     return net.state_dict()
 
 
-def weighted(make: Any = Weighted, window: int = 1) -> Case:
-    """With how many batches per window; an epoch has six."""
+def weighted(make=Weighted, window=1):
     options = {"accumulate_grad_batches": window}
     expected = lambda: (by_hand(window), {})  # noqa: E731
     return Case(make, lambda: {"data": loader(), **options}, expected=expected)

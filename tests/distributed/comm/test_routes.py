@@ -1,9 +1,7 @@
 """Buckets, their order, and what travels: without a Trainer, and within a backward pass."""
 
-import contextlib
 import time
 from itertools import product
-from typing import Any
 
 import pytest
 import torch
@@ -22,7 +20,6 @@ from tests.strategies.conftest import (
     assert_close,
     attempt,
     fit,
-    make_strategy,
     new_control_plane,
     no_shared_memory,
     rank,
@@ -107,40 +104,7 @@ def test_buckets_grow_and_have_one_dtype():
         assert {id(p) for group in groups for p in group} == {*map(id, mixed)}
 
 
-class MixedTypes(Net):
-    """Parameters of float32, bfloat16 and float64."""
-
-    def __init__(self):
-        super().__init__()
-        self.short, self.long = nn.Linear(3, 5).bfloat16(), nn.Linear(5, 3).double()
-
-    def loss(self, batch):
-        Y = self.short(self.net(batch[0].float()).bfloat16())
-        return F.cross_entropy(self.long(Y.double()), batch[1])
-
-
-def fit_mixed():
-    """In memory, by messages, and by messages of one parameter each."""
-    caps = contextlib.nullcontext(), no_shared_memory(), no_shared_memory()
-    found = []
-    for cap, context in zip((None, 0, ONE_PER_BUCKET), caps):
-        with context:
-            strategy = make_strategy(bucket_cap_mb=cap)
-            found.append(attempt(fit, MixedTypes, strategy=strategy, precision=None))
-    return found
-
-
-@pytest.mark.parametrize("k", [2, 3])
-def test_parameters_of_several_dtypes(k):
-    one = fit(MixedTypes, precision=None)
-    results = [found for each in run_in_processes(k, fit_mixed) for found in each]
-    assert_close(results[0], one, rtol=0.02, atol=0.02)
-    for found in results:
-        assert_close(found, results[0], 0, 0)
-
-
-def twice(number: int) -> Any:
-    """Sends its number, and then what it has got."""
+def twice(number):
     sent = torch.full((100_000,), number + 10 * rank(), dtype=torch.uint8)
     rows = yield Message(sent, None, [len(sent)] * world_size())
     sent = rows[:: len(sent)].clone()
@@ -148,8 +112,7 @@ def twice(number: int) -> Any:
     return rows.view(world_size(), -1).tolist()
 
 
-def travel(late: int) -> Any:
-    """Schedule `late` starts late in one process, its second message is late in the other."""
+def travel(late):
     transport = new_transport()
     for number in range(4):
         if number == late and rank() == 0:
@@ -176,12 +139,10 @@ class SharedTwice(Net):
 
 
 class OwnBackward(Net):
-    """Edits gradients that are there, by `.data`."""
-
     def backward(self, loss, *args, **kwargs):
         loss.backward()
         for p in self.parameters():
-            p.grad.data.mul_(0.5)  # type: ignore[union-attr]
+            p.grad.data.mul_(0.5)
 
 
 class EditsEarlier(Net):
@@ -209,7 +170,7 @@ class EditsInOne(EditsEarlier):
 BUCKETED = SharedTwice, OwnBackward, EditsEarlier, EditsInOne, EmptyFirst
 
 
-def fit_bucketed(make: Any, cap: float = ONE_PER_BUCKET) -> Any:
+def fit_bucketed(make, cap=ONE_PER_BUCKET):
     with no_shared_memory():
         return attempt(fit, make, strategy=ManualAllreduceStrategy(bucket_cap_mb=cap))
 
@@ -250,21 +211,21 @@ def test_a_failed_fit_leaves_nothing_to_the_next(in_two_processes):
 
 
 class Layers(Net):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)), nn.Linear(8, 3)))
 
 
-def count_early(**kwargs: Any) -> list[int]:
+def count_early(**kwargs):
     """How many of the buckets had started when a backward pass ended, in each update."""
     strategy = ManualAllreduceStrategy(bucket_cap_mb=ONE_PER_BUCKET)
     counts = list[int]()
     sum_over_replicas = strategy.sum_over_replicas
 
-    def note(*args: Any, **kwargs: Any) -> Any:
+    def note(*args, **kwargs):
         counts.append(strategy.sync._reducer.num_early if strategy.sync._reducer else 0)
         return sum_over_replicas(*args, **kwargs)
 
-    strategy.sum_over_replicas = note  # type: ignore[method-assign]
+    strategy.sum_over_replicas = note
     with no_shared_memory():
         fit(Layers, strategy=strategy, max_epochs=1, **kwargs)
     return counts

@@ -1,7 +1,5 @@
 """Rows of all processes, in shared memory and by messages."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -17,11 +15,11 @@ from tests.strategies.conftest import (
 LENGTHS = [0, 1, 900, 1024, 4000, 4096, 9000]  # a cell has place for 1,024 bytes
 
 
-def row_of(process: int, length: int) -> Any:
+def row_of(process, length):
     return np.arange(length).astype(np.uint8) + np.uint8(process)
 
 
-def meet_all(in_memory: bool) -> Any:
+def meet_all(in_memory):
     control = new_control_plane(seconds=3)
     if in_memory:
         control.use_memory()

@@ -8,11 +8,9 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import count
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -38,8 +36,6 @@ ELSEWHERE = "synchronization points (process 0: gradients, process 1: weights). 
 
 
 class Fails(Net):
-    """Something happens in the third step of process 1."""
-
     def training_step(self, batch, batch_idx):
         fails = rank() == 1 and batch_idx == 2
         return self.fail(self.loss(batch)) if fails else self.loss(batch)
@@ -75,7 +71,7 @@ class SavesAlone(Fails):
         self.trainer.save_checkpoint("alone.ckpt")
 
 
-ENDS: dict[str, tuple[Callable[[], Net], list[Any]]] = {  # what both processes end with
+ENDS = {  # what both processes end with
     "killed": (Killed, [ENDED, -signal.SIGKILL]),
     "raises": (Raises, [ENDED, "KeyError: 'mine'"]),
     "raises in setup": (RaisesInSetup, [ENDED, "KeyError: 'mine'"]),
@@ -86,14 +82,14 @@ ENDS: dict[str, tuple[Callable[[], Net], list[Any]]] = {  # what both processes 
 }
 
 
-def fit_one(name: str, sends: bool = False, **kwargs: Any) -> Any:
+def fit_one(name, sends=False, **kwargs):
     with no_shared_memory() if sends else nullcontext():
         return attempt(fit, ENDS[name][0], strategy=make_strategy(SECONDS), **kwargs)
 
 
 SENT = {"killed", "hangs", "saves alone"}
 # only in memory a process knows which one of three is late
-IN_ALL = ENDS.keys() - ({"one of three hangs"} if not IN_MEMORY else set())
+IN_ALL = ENDS.keys() - {"hangs" if IN_MEMORY else "one of three hangs"}
 
 
 @pytest.mark.parametrize(
@@ -106,11 +102,11 @@ def test_a_process_that_fails_ends_all(name, sends):
         assert found == said or (said in found and "\n" not in found), found
 
 
-def fit_ring(superstep: int) -> Any:
+def fit_ring(superstep):
     """Process 1 is killed in a superstep of its second update of four parameters."""
     advance, calls = Execution.advance, count()
 
-    def advance_or_die(run: Any, number: int, *parts: Any) -> Any:
+    def advance_or_die(run, number, *parts):
         if rank() == 1 and number == superstep and next(calls) == 5:
             os.kill(os.getpid(), signal.SIGKILL)
         return advance(run, number, *parts)
@@ -127,7 +123,7 @@ def test_a_process_killed_within_a_ring(superstep):
     assert all(ENDED in each and "\n" not in each for each in (first, last)), (first, last)
 
 
-def save_at_an_exception(path: str) -> Any:
+def save_at_an_exception(path):
     return fit_one("raises", callbacks=[OnExceptionCheckpoint(path)], enable_checkpointing=True)
 
 
@@ -137,8 +133,7 @@ def test_no_exception_is_lost_behind_a_checkpoint(tmp_path):
     assert (tmp_path / "on_exception.ckpt").exists()
 
 
-def count_after_each_fit() -> list[tuple[int, ...]]:
-    """Open files, threads, and mappings of shared memory."""
+def count_after_each_fit():
     counts = []
     gc.disable()  # it would free the memory later
     for _ in range(4):
@@ -181,7 +176,8 @@ MOST = 30  # seconds: two on an idle machine, which Python needs to end; `timeou
     ("number", "how"),
     [
         pytest.param(signal.SIGKILL, "late", marks=pytest.mark.weekly),
-        *((number, "hangs") for number in (signal.SIGKILL, signal.SIGTERM)),
+        (signal.SIGKILL, "hangs"),
+        pytest.param(signal.SIGTERM, "hangs", marks=pytest.mark.weekly),
     ],
 )
 def test_a_signal_ends_both(number, how, command, tmp_path):
