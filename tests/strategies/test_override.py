@@ -79,6 +79,25 @@ def test_tensors_of_ones_own_are_not_overwritten(in_two_processes):
         assert_close(found, fit(Net, DataLoader(samples(), 10)))
 
 
+class SendsMessages(ManualAllreduceStrategy):
+    """An override that changes nothing, as a first one does."""
+
+    uses_shared_memory = False
+
+    def sync_bucket(self, bucket, gradients):
+        return super().sync_bucket(bucket, gradients)
+
+
+def send_messages():
+    return attempt(fit, Net, DataLoader(samples(), 10), strategy=SendsMessages())
+
+
+def test_an_override_of_sync_bucket(in_two_processes):
+    expected = fit(Net, DataLoader(samples(), 10))
+    for found in (send_messages(), *in_two_processes(send_messages)):
+        assert_close(found, expected)
+
+
 def by_product(tensors):
     """Matrix products are in bfloat16 under autocast."""
     total = torch.ones(1, len(tensors), dtype=tensors[0].dtype) @ torch.stack(
