@@ -11,8 +11,6 @@ import runpy
 import shlex
 import sys
 from contextlib import redirect_stdout
-from functools import partial
-from importlib import import_module
 from io import StringIO
 from pathlib import Path
 
@@ -21,7 +19,6 @@ import torch
 from torchmetrics.classification import MulticlassF1Score
 
 from lightning_mgpu.cli.main import main as run_command_line
-from tests import conftest
 from tests.strategies.conftest import run_in_processes
 
 pytestmark = pytest.mark.slow
@@ -106,16 +103,6 @@ def test_a_text_model_learns_and_predicts(project, main):
     rows = csv.DictReader((project / "runs/text/metrics.csv").open())
     [f1] = [float(row["test_f1"]) for row in rows if row["test_f1"]]
     assert f1 == pytest.approx(float(MulticlassF1Score(3)(found, y))) and f1 > 0.9
-
-
-def test_a_link_between_data_and_model(project, main, monkeypatch):
-    own = runpy.run_path(str(project / "my_cli.py"))
-    monkeypatch.setattr(conftest, "run_command_line", partial(own["main"], cli=own["MyCLI"]))
-    quadrants = import_module("my_data").Quadrants
-    monkeypatch.setattr(quadrants, "num_classes", 4, raising=False)  # ten are the default
-    assert main("fit", "--data=my_data.Quadrants", *SHORT[::2], *LIMITS, "--run_dir=a") == 0
-    assert main("fit", "--resume=a", "--trainer.max_epochs=2") == 0
-    assert torch.load("a/checkpoints/last.ckpt")["state_dict"]["net.9.bias"].shape == (4,)
 
 
 def test_a_loss_per_token(project, main, capfd):
