@@ -41,12 +41,12 @@ ROWS = {  # and the options of each
     "resumed": [BY_BOOK],  # two epochs, the first one in a different place
 }
 PLACES = {
-    "1 process": ["fit", "--trainer.num_nodes=1", "--trainer.devices=1"],
-    "2 processes": ["fit", "--trainer.num_nodes=1", "--trainer.devices=2"],
-    "4 processes": ["fit", "--trainer.num_nodes=1", "--trainer.devices=4"],
+    "1 device": ["fit", "--trainer.num_nodes=1", "--trainer.devices=1"],
+    "2 devices": ["fit", "--trainer.num_nodes=1", "--trainer.devices=2"],
+    "4 devices": ["fit", "--trainer.num_nodes=1", "--trainer.devices=4"],
     "2 machines": ["network", "--machines=2", "--delay_ms=0", "--mbit=500", "fit"],
 }
-FIRST = dict(zip(PLACES, ["4 processes", "1 process", "2 machines", "1 process"]))  # of "resumed"
+FIRST = dict(zip(PLACES, ["4 devices", "1 device", "2 machines", "1 device"]))  # of "resumed"
 
 
 class Net(Classifier):

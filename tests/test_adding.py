@@ -11,6 +11,8 @@ import runpy
 import shlex
 import sys
 from contextlib import redirect_stdout
+from functools import partial
+from importlib import import_module
 from io import StringIO
 from pathlib import Path
 
@@ -19,6 +21,7 @@ import torch
 from torchmetrics.classification import MulticlassF1Score
 
 from lightning_mgpu.cli.main import main as run_command_line
+from tests import conftest
 from tests.strategies.conftest import run_in_processes
 
 pytestmark = pytest.mark.slow
@@ -43,12 +46,13 @@ def project(tmp_path, monkeypatch):
     return tmp_path
 
 
-def options_of(part):
+def options_of(part: str) -> list[str]:
+    """The arguments of the one `fit` that names a file of the page."""
     [line] = [line for line in RUNS if part in line]
     return shlex.split(line)[3:]
 
 
-def epochs(run_dir):
+def epochs(run_dir: Path) -> list[tuple[float, ...]]:
     """Loss and accuracy of training and validation, one row per epoch."""
     rows = list(csv.DictReader((run_dir / "metrics.csv").open()))
     names = ("train_loss", "train_acc", "val_loss", "val_acc")
@@ -68,7 +72,8 @@ def test_its_command_trains(part, project, main, capfd):
     assert main("test", f"--ckpt_path={path}", CPU, "--data.source=synthetic", *LIMITS) == 0
 
 
-def run_lines(directory, *lines):
+def run_lines(directory: Path, *lines: list[str]) -> str:
+    """Command lines in one of several processes; what they print."""
     os.chdir(directory)
     os.environ["WANDB_MODE"] = "disabled"
     with redirect_stdout(StringIO()) as out:
@@ -94,6 +99,7 @@ def test_a_dataset_trains_alike_everywhere(project, main):
 
 
 def test_a_text_model_learns_and_predicts(project, main):
+    """From dicts; its F1 score is that of its predictions."""
     assert main(*options_of("my_text.TextClassifier"), CPU, *ONE_PROCESS) == 0
     path = next((project / "runs/text/checkpoints").glob("epoch=*"))
     assert main("predict", f"--ckpt_path={path}", CPU, "--run_dir=p") == 0
@@ -105,6 +111,16 @@ def test_a_text_model_learns_and_predicts(project, main):
     assert f1 == pytest.approx(float(MulticlassF1Score(3)(found, y))) and f1 > 0.9
 
 
+def test_a_link_between_data_and_model(project, main, monkeypatch):
+    own = runpy.run_path(str(project / "my_cli.py"))
+    monkeypatch.setattr(conftest, "run_command_line", partial(own["main"], cli=own["MyCLI"]))
+    quadrants = import_module("my_data").Quadrants
+    monkeypatch.setattr(quadrants, "num_classes", 4, raising=False)  # ten are the default
+    assert main("fit", "--data=my_data.Quadrants", *SHORT[::2], *LIMITS, "--run_dir=a") == 0
+    assert main("fit", "--resume=a", "--trainer.max_epochs=2") == 0
+    assert torch.load("a/checkpoints/last.ckpt")["state_dict"]["net.9.bias"].shape == (4,)
+
+
 def test_a_loss_per_token(project, main, capfd):
     options = (*ONE_PROCESS, CPU, "--trainer.max_epochs=2")
     assert main(*options_of("my_language_model"), *options) == 0
@@ -112,6 +128,7 @@ def test_a_loss_per_token(project, main, capfd):
 
 
 def test_a_plain_lightning_module(main, capfd):
+    """Lightning's own, with plain loaders."""
     boring = "lightning.pytorch.demos.boring_classes.Boring"
     parts = (f"--model={boring}Model", f"--data={boring}DataModule", "--trainer.max_epochs=1")
     strategy = ("--trainer.strategy=manual_allreduce", *ONE_PROCESS)
