@@ -40,9 +40,9 @@ def record(allreduce: Callable[[list[Tensor]], None], k: int, like: Tensor) -> P
     """Call `allreduce` on k tensors with the shape, strides and dtype of `like`, but no values.
 
     Raises:
-        ValueError: Names the line of the function, if it needs values or addresses, moves data to
-            the host, draws random numbers, changes the memory of a tensor, or behaves differently
-            when it is called again.
+        ValueError: If the function needs values or addresses, moves data to the host, draws random
+            numbers, changes the memory of a tensor, or behaves differently in a second call. The
+            message names the line.
     """
     plan, again = (Recorder(k, like).run(allreduce) for _ in range(2))
     for number, (step, other) in enumerate(zip_longest(plan.describe(), again.describe())):

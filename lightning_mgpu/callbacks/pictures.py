@@ -21,9 +21,9 @@ NUM_IMAGES, MAX_CLASSES = 24, 50  # of predictions.png; of a confusion matrix
 class TestPictures(Callback):
     """Draws a confusion matrix (`confusion.png`) and misclassified images (`predictions.png`).
 
-    Requires batches (X, y), or as of a `Classifier`, with labels y (N,) (-100 is ignored), and a
-    `test_step` that returns a dict with `logits` (N, C). Images X (N, 1 or 3, H, W) of process 0
-    are drawn; if the inputs are a dict, X is its first entry.
+    Requires batches (X, y), or as a `Classifier` accepts, with labels y (N,) (-100 is
+    ignored), and a `test_step` that returns a dict with `logits` (N, C). Draws the images X
+    (N, 1 or 3, H, W) of process 0; if the inputs are a dict, X is its first entry.
     """
 
     confusion: Matrix | None = None

@@ -67,7 +67,7 @@ def one_line_errors(show_traceback: bool) -> Iterator[None]:
         rank = getattr(rank_zero_only, "rank", 0)
         is_reason = not isinstance(error, PeerFailure) or text.startswith("waited")
         if rank > 0:
-            time.sleep(1)  # process 0, if it fails for the same reason, ends this one
+            time.sleep(1)  # if process 0 fails for the same reason, it kills this process first
             text = f"[process {rank}] {text}"
         if rank == 0 or is_reason:
             print(f"error: {text} ({TRACEBACK_FLAG} shows where)", file=sys.stderr, flush=True)

@@ -18,7 +18,7 @@ WARNINGS = (
     r"The number of training batches \(\d+\) is smaller than the logging interval",  # epochs are
     r"Checkpoint directory .* exists and is not empty",  # of a resumed run
     r"Couldn't infer the batch indices fetched from your dataloader",  # they are in its order
-    r"GPU available but not used",  # of a run on the CPU that was asked for
+    r"GPU available but not used",  # the CPU was requested
     r"Be aware that when using `ckpt_path`, callbacks used to create the checkpoint",
     r"\s*Unable to serialize instance",  # of a default, in config.yaml
 )
@@ -48,7 +48,7 @@ def main(cli: Any = None) -> None:
     from lightning_mgpu.cli.training_cli import TrainingCLI, run_trainer
     from lightning_mgpu.runs.record import stop_on_signals
 
-    if getattr(rank_zero_only, "rank", 0) == 0:  # until Lightning sets it: of another machine?
+    if getattr(rank_zero_only, "rank", 0) == 0:  # provisional: Lightning sets it later
         rank_zero_only.rank = int(os.environ.get("NODE_RANK", 0))  # type: ignore[attr-defined]
     with one_line_errors(TRACEBACK_FLAG in args):
         hide_messages()

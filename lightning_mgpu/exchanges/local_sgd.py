@@ -75,8 +75,8 @@ class LocalSGDStrategy(ExchangeStrategy):
     invariants = INVARIANTS | {
         "since_last": "since the last synchronization of weights, process {process} had different "
         "batches, learning rates or trained parameters than process {rank}. Seed all processes "
-        "equally, do not split a dataset by rank, and let schedulers use values that are logged "
-        "with sync_dist=True.",
+        "equally, do not split a dataset by rank, and add sync_dist=True when logging a value "
+        "that a scheduler reads.",
     }
     saves_optimizers = True
     flag_of_k = "devices"

@@ -117,8 +117,8 @@ class ExchangeStrategy(ManualAllreduceStrategy):
         bucket.found_nonfinite = not are_finite.all()
         if self.flat and self._is_stateful and kept and not groups.keys() <= kept.keys():
             rank_zero_warn(
-                "flat=True: different parameters require a gradient than before, so the state of "
-                "the exchange is reset."
+                "flat=True: the set of parameters that require a gradient has changed, so the "
+                "state of the exchange is reset."
             )
         rows, copies, states = dict(zip(bucket.parameters, bucket.gradients)), {}, {}
         for key, group in groups.items():

@@ -94,7 +94,7 @@ class DataParallelStrategy(SingleDeviceStrategy):
         accumulates = module.trainer.accumulate_grad_batches > 1
         reject(None in losses, "needs a loss from every shard")
         kinds = {weight is None for weight in weights}
-        reject(len(kinds) > 1, "needs a weight with the loss of every shard, or of none")
+        reject(len(kinds) > 1, "needs a weight for the loss of every shard, or for none")
         reject(has_weights and accumulates, "does not support weights with accumulate_grad_batches")
         shares = weights if has_weights else sizes
         # a loss with weight 0 may be NaN: omit it

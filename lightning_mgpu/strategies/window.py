@@ -88,7 +88,7 @@ class AccumulationWindow:
             all_weights = self.gather_weights(np.array([weight], np.float64))
             total = float(all_weights.sum())
             if not math.isfinite(total) or (0 in all_weights and self.needs_all):
-                rule = "their sum must be finite, and with sync_batchnorm every one positive"
+                rule = "the sum must be finite, and with sync_batchnorm every weight positive"
                 raise ValueError(f"Losses of a batch have weights {all_weights.tolist()}: {rule}.")
             share = weight / (total or 1.0)
             if self.module.automatic_optimization:  # else each call is weighted separately

@@ -151,7 +151,7 @@ def test_weights_now_and_then(tmp_path, in_two_processes):
     assert found["saved"][0] == found["saved"][1], "the second one makes no outer step"
     assert found["resumed"][1] == found["resumed"][2]
     for said in found["frozen"]:
-        assert "process 1 and process 0 have different parameters that require a grad" in said
+        assert "process 1 and process 0 differ in which parameters require a grad" in said
     for name, said in (
         ("Rates", "had different batches, learning rates or trained parameters than process"),
         ("LateParameter", "has a parameter that is not a parameter of the module"),

@@ -156,7 +156,7 @@ REFUSED = {
     "a weight of a shard": (
         lambda: Returns(lambda loss: {"loss": loss, "weight": 1}),
         {},
-        "needs a weight with the loss of every shard, or of none",
+        "needs a weight for the loss of every shard, or for none",
     ),
     "weights in a window": (Weighted, {"accumulate_grad_batches": 2}, "does not support weights"),
 }

@@ -68,7 +68,7 @@ CASES = {
     "in hooks": Case(InHooks, lambda: {"val": val_loaders()[0]}, rtol_logged=1e-6),
     "two loaders": Case(EvaluatesBoth, lambda: {"val": both(4)}),
     "other shares": Case(
-        EvaluatesBoth, lambda: {"val": both(5)}, "different shares of the loaders' batches"
+        EvaluatesBoth, lambda: {"val": both(5)}, "share of a batch differs between loaders"
     ),
     "other shares, a metric": Case(EvaluatesByMetric, lambda: {"val": both(5)}, rtol_logged=1e-6),
     "streams": Case(TwoStreams, lambda: {"val": [DataLoader(Stream([*samples()][:30]), 10)] * 2}),

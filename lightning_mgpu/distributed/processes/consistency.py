@@ -14,10 +14,10 @@ INVARIANTS = {
     "equally, and do not split a dataset by rank.",
     "dataset": "the dataset of process {process} differs from process {rank}. Do not split it by "
     "rank, and seed the code that creates it.",
-    "parameters": "process {process} and process {rank} have different parameters that require a "
-    "gradient, or different shapes, dtypes or strides of them.",
+    "parameters": "process {process} and process {rank} differ in which parameters require a "
+    "gradient, or in the shapes, dtypes or strides of these.",
     "plans": "an allreduce as written sends different messages in process {process} than in "
-    "process {rank}. It must not depend on the rank, the time or the order of a set.",
+    "process {rank}. It must not depend on the rank, the time or set iteration order.",
     "names": "process {process} logs different values than process {rank}, which logs {names}. Log "
     "the same values in every batch.",
 }

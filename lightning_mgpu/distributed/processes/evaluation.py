@@ -30,7 +30,7 @@ class ExactLogging:
         """Return the names of the values that are averaged over all processes.
 
         Raises:
-            MisconfigurationException: If this process has different shares of the loaders' batches.
+            MisconfigurationException: If this process's share of a batch differs between loaders.
         """
         named = {} if results is None else results
         logged = {n: v for n, v in named.items() if v.is_tensor and "_step" in v.meta.fx}
@@ -38,7 +38,7 @@ class ExactLogging:
         shares = {len(shard.indices.samples) / shard.indices.num_samples for shard in batch_shards}
         if synced and len(shares) > 1:
             raise MisconfigurationException(
-                f"This process has different shares of the loaders' batches, {sorted(shares)}: log "
+                f"This process's share of a batch differs between loaders, {sorted(shares)}: log "
                 "torchmetrics objects, or use the same batch size in all loaders."
             )
         self.averaged = [logged[name] for name, sync in synced.items() if not sync.should]

@@ -22,9 +22,9 @@ MAIN_PROCESS = "LIGHTNING_MGPU_MAIN_PROCESS"  # the process id of the launching 
 SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl
 ENDED = "exited unexpectedly; see its output above (out of memory?)"
 CAUSES = (
-    "Common causes: it needs longer, for example for a download; or only one process saves a "
-    "checkpoint, sets `should_stop`, freezes a parameter or logs with sync_dist=True; or only some "
-    "losses have a weight: all losses of an optimizer step need one, or none"
+    "Common causes: a slow operation, such as a download; only one process saves a checkpoint, "
+    "sets `should_stop`, freezes a parameter or logs with sync_dist=True; only some losses have a "
+    "weight (all losses of an optimizer step need one, or none)"
 )
 
 

@@ -115,8 +115,8 @@ class ProcessPerDeviceStrategy(DDPStrategy):
         if self.is_single_process:
             return  # no launcher, no process group
         if "OMP_NUM_THREADS" not in os.environ or SHARES_CORES in os.environ:
-            # Lightning divides the cores of a machine by its local processes: with one machine
-            # fewer, the number of threads, and so the rounding of sums, would change
+            # Lightning divides a machine's cores by its local processes: the number of threads, and
+            # with it the rounding of sums, would depend on the number of machines
             threads = _suggested_max_num_threads(self.world_size)
             os.environ["OMP_NUM_THREADS"] = str(threads)
             torch.set_num_threads(threads)

@@ -81,7 +81,7 @@ class ShardLoader:
         combined = self._find_combined()
         loaders = getattr(combined, "flattened", [])
         number = loaders.index(self) if self in loaders else None
-        # hooks may peek at batches, even in one process only: the global RNGs must not change
+        # a hook may read batches, even on one process only: this must not change the global RNGs
         is_peek = number is None or not starts_from(loaders)
         if is_peek and self.peek_rng is None:
             vars(self).update(peek_rng=RNGStates())

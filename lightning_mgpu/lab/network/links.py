@@ -6,7 +6,7 @@ bandwidths, as if machines computed faster. The sender adds half of the delay, t
 A machine is a network namespace with a TUN device. Packets are read from one machine's device and
 written to another's when an emulated link would deliver them. Only a single-threaded process can
 create a user namespace, and NumPy starts threads: so this is a separate program, and uses only the
-standard library. It ends with the process PARENT, and so does every process that it has started.
+standard library. This program and all that it starts are killed when the process PARENT ends.
 """
 
 import ctypes
@@ -116,7 +116,7 @@ def run(delays: list[float], rates: list[float], speedup: float, command: list[s
         Thread(target=receive, args=(tun, inbox, *link), daemon=True).start()
     while workers[0].poll() is None and not any(worker.poll() for worker in workers):
         time.sleep(0.05)
-    # the others fail with the first; without a failure, Weights & Biases may take half a minute
+    # if the first fails, so do the others; without a failure, W&B may need half a minute to end
     end = time.monotonic() + (0.5 if workers[0].returncode else 30)
     while None in (statuses := [worker.poll() for worker in workers]) and time.monotonic() < end:
         time.sleep(0.05)
@@ -127,7 +127,7 @@ def run(delays: list[float], rates: list[float], speedup: float, command: list[s
             lines = output.read().decode(errors="replace").splitlines()[-10:]
             print(f"machine {machine}, {describe_status(status)}:", *lines, sep="\n  ")
     used, waited = time.process_time(), seconds_without_core("task/*/schedstat")
-    short = f", and waited {waited:.1f} s for a core: if machines did not, use a larger --speedup"
+    short = f", and waited {waited:.1f} s for a core; if no machine had to, use a larger --speedup"
     print(f"The links used {used:.1f} s of CPU time{short * (used < 9 * waited)}.", flush=True)
     return next(filter(None, statuses), int(None in statuses))
 
