@@ -78,13 +78,12 @@ for model in LeNet ResNet18; do
     batches=$([ $model = LeNet ] && echo 200 || echo 60)
     steps auto $model $batches
     steps manual_allreduce $model $batches --trainer.strategy=manual_allreduce
-    steps replicas=2 $model $batches --trainer.strategy=manual_allreduce --trainer.strategy.replicas=2
     steps dp-twice $model $batches --trainer.strategy=dp --trainer.strategy.parallel_devices="[$kind:0, $kind:0]"
   } >"$out/steps-$model.md"
 done
 
 for number in 1 2; do
-  fit "bits-$number" 60 --trainer.strategy=manual_allreduce --trainer.strategy.replicas=4 --trainer.deterministic=true \
+  fit "bits-$number" 60 --trainer.strategy=manual_allreduce --trainer.deterministic=true \
     --trainer.max_epochs=1 --data.root="$data"
   grep -h '^fingerprint' "$out/bits-$number.log" >>"$out/bits.md"
 done

@@ -24,7 +24,7 @@ DESCRIPTIONS = {
     "runs": "List runs with their options and metrics",
     "new": "Create a project that depends on this package",
     "trace": "Trace the messages of an allreduce",
-    "network": "Run a subcommand on an emulated network",
+    "network": "Train on emulated machines, and time the steps",
 }
 OPTIONS = {
     "--config FILE": "YAML file, also looked up in configs/; later files and flags override it",
