@@ -121,7 +121,7 @@ def make_data(root):
 
 @pytest.fixture
 def make_trainer(tmp_path):
-    """A quiet Trainer on one CPU that writes nothing unless told to."""
+    """A quiet Trainer on one CPU that writes nothing by default."""
     off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
     quiet = {**dict.fromkeys(off, False), "num_sanity_val_steps": 0, "default_root_dir": tmp_path}
     usual = {**quiet, "accelerator": "cpu", "devices": 1, "max_epochs": 1}

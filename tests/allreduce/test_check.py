@@ -1,4 +1,4 @@
-"""`check_allreduce` refuses each way to get it wrong in one line that names function and device."""
+"""`check_allreduce` raises an error for each mistake, which names the function and the device."""
 
 import pytest
 import torch
@@ -57,7 +57,7 @@ def asks(data):
         textbook_allreduce(data)
 
 
-REFUSED = {
+ERRORS = {
     book_2021: ["left device 1 (cpu) with [2.0, 4.0] instead of the sum [7.0, 14.0]", "not rebind"],
     views: ["raised RuntimeError", "shape (3, 5), strides (1, 3)"],
     drops_the_remainder: ["left device 0 (cpu)", "shape (7,)"],
@@ -68,11 +68,11 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("function", REFUSED, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("function", ERRORS, ids=lambda f: f.__name__)
 def test_refuses_in_one_line(function):
     with pytest.raises(ValueError, match=rf"^allreduce {__name__}.{function.__name__} ") as caught:
         check_allreduce(function, [CPU] * 3)
-    assert all(part in str(caught.value) for part in REFUSED[function])
+    assert all(part in str(caught.value) for part in ERRORS[function])
     assert "\n" not in str(caught.value)
 
 

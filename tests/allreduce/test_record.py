@@ -1,4 +1,4 @@
-"""What cannot run as it is written is refused in one line that names the line of the function."""
+"""What cannot run as written raises an error that names the line of the function."""
 
 import copy
 import random
@@ -22,7 +22,7 @@ OUTSIDE = "that is on the host, or from outside"
 HOST = "moves data from or to cpu"
 
 
-REFUSED = {  # a function's lines; the one that is named is the last, or has a mark
+ERRORS = {  # a function's lines; the one that is named is the last, or has a mark
     "if t[0].sum() > 0:  # here\n  textbook_allreduce(t)": VALUES,
     "t[0].mul_(t[1].mean().item())": VALUES,
     "if not torch.equal(t[0], t[1]):  # here\n  textbook_allreduce(t)": VALUES,
@@ -53,12 +53,12 @@ REFUSED = {  # a function's lines; the one that is named is the last, or has a m
 }
 
 
-@pytest.mark.parametrize("body", REFUSED)
+@pytest.mark.parametrize("body", ERRORS)
 def test_refuses_in_one_line(body):
     lines = body.splitlines()
     number = next((i for i, line in enumerate(lines) if "# here" in line), len(lines) - 1)
     exec(compile(f"def refused(t):\n {body}", "mine.py", "exec"), {**NAMES}, names := {})
-    with pytest.raises(ValueError, match=REFUSED[body]) as caught:
+    with pytest.raises(ValueError, match=ERRORS[body]) as caught:
         record(names["refused"], 3, LIKE)
     said = str(caught.value)
     assert said.startswith(f"mine.py:{number + 2} cannot run as written: ")

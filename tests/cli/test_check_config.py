@@ -35,7 +35,7 @@ SHELL = {"class_path": "os.system", "init_args": {"command": "touch called"}}
 OUTPUT = {"class_path": "subprocess.getoutput", "init_args": {"cmd": "touch called"}}
 PYTHON = {"class_path": "builtins.exec", "init_args": {"source": "open('called', 'w')"}}
 CALLBACK = '[{"class_path": "LambdaCallback", "init_args": {"on_fit_start": X}}]'
-REFUSED = {  # a flag with a function for X, and the place that the message names
+ERRORS = {  # a flag with a function for X, and the place that the message names
     "--model.bare=X": ("model.bare", SHELL),
     "--model.anything=X": ("model.anything", OUTPUT),
     "--model.function=X": ("model.function", PYTHON),
@@ -59,13 +59,13 @@ def here(tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.mark.parametrize("flag", REFUSED)
+@pytest.mark.parametrize("flag", ERRORS)
 def test_a_function_is_never_called(flag, here, main, capfd):
-    option, value = REFUSED[flag]
+    option, value = ERRORS[flag]
     args = (*QUICK, "--data.source=synthetic", "--run_dir=run")
     assert main("fit", *args, flag.replace("X", json.dumps(value))) == 2
-    told = f"error: --{option}={value['class_path']}: class_path must be a class"
-    assert told in capfd.readouterr().err
+    hint = f"error: --{option}={value['class_path']}: class_path must be a class"
+    assert hint in capfd.readouterr().err
     assert not (here / "called").exists() and not (here / "run").exists()
 
 

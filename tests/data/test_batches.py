@@ -66,14 +66,14 @@ def test_order_and_seed_depend_only_on_seed_and_epoch():
 def test_batches_that_cannot_be_shared_are_refused():
     few = "data.batch_size={} leaves a batch of only {} of {} samples for {} processes"
     nothing = "{2} samples in batches of {0}: nothing to read"
-    for args, options, told, numbers in (
+    for args, options, hint, numbers in (
         ((2, 4, 5), {"shuffle": True}, few, (4, 1, 5, 2)),
         ((3, 64, 2), {}, few, (64, 2, 2, 3)),
         ((1, 504, 503), {"drop_last": True}, few, (504, 0, 503, 1)),
         ((1, 0, 503), {}, nothing, (0, 0, 503)),
         ((1, 64, 0), {"shuffle": True}, nothing, (64, 0, 0)),
     ):
-        with pytest.raises(ValueError, match=told.format(*numbers)):
+        with pytest.raises(ValueError, match=hint.format(*numbers)):
             slices(*args, **options)
 
 

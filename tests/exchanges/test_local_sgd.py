@@ -1,4 +1,4 @@
-"""Weights now and then: beside replicas by hand, with a delay, and what is refused."""
+"""Weights now and then: beside replicas by hand, with a delay, and errors."""
 
 import csv
 from pathlib import Path

@@ -171,7 +171,7 @@ def test_batches_that_are_dicts(strategy, make_trainer):
 def test_batches_that_are_refused(make_trainer):
     rows = DataLoader(ROWS)
     images = DataLoader([{"label": 0}])
-    for options, loader, told in (
+    for options, loader, hint in (
         ({}, tokens("y"), "found no target; the batch is a dict of input_ids, attention_mask, y:"),
         (
             {},
@@ -185,7 +185,7 @@ def test_batches_that_are_refused(make_trainer):
             "does not match the signature of self.net: missing a required argument: 'input_",
         ),
     ):
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(ValueError, match=hint):
             make_trainer().fit(Tokens(**options), loader)
     with pytest.raises(
         ValueError, match=r"model.flip_tta: needs images \(N, C, H, W\), not \(2, 5\)"

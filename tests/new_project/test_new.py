@@ -105,7 +105,7 @@ def test_it_sweeps(main, stars, monkeypatch):
     assert status == 0 and "trial_000: val_acc " in out, out
 
 
-REFUSED = {
+ERRORS = {
     "there": "there exists",
     "my-project": "my-project is not a valid package name",
     "class": "class is not a valid package name",
@@ -115,7 +115,7 @@ REFUSED = {
 
 def test_refused(main, tmp_path, capfd):
     (tmp_path / "there").mkdir()
-    for name, reason in REFUSED.items():
+    for name, reason in ERRORS.items():
         assert main("new", name) == 2
         assert reason in capfd.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["there"]

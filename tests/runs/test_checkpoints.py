@@ -57,7 +57,7 @@ def test_weights_set_when_training_ends_are_in_the_last(fit, tmp_path, capfd):
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "hint"),
     [
         (
             "--checkpoint.monitor=val_f1 --checkpoint.mode=max",
@@ -78,16 +78,16 @@ def test_weights_set_when_training_ends_are_in_the_last(fit, tmp_path, capfd):
         ),
     ],
 )
-def test_which_checkpoint_is_the_best(options, told, fit, own, capfd, recwarn):
+def test_which_checkpoint_is_the_best(options, hint, fit, own, capfd, recwarn):
     """It is tested, before and after a resume. The test set does not choose it."""
     assert fit("--trainer.max_epochs=2", *options.split(), "--run_dir=a") == 0
     out = capfd.readouterr().out
-    assert f"\n{told}" in out
+    assert f"\n{hint}" in out
     unlogged = "--checkpoint.monitor=val_other was not logged; logged metrics: "
     assert any(unlogged in str(each.message) for each in recwarn) == ("val_other" in options)
     assert fit("--resume=a") == 0
     out = capfd.readouterr().out
-    assert told in out
+    assert hint in out
     assert f" {read_run_json(own / 'a')['end']['metrics']['seconds_per_epoch']:.1f} sec/ep" in out
 
 
@@ -149,12 +149,12 @@ def test_weights_from_elsewhere(run, fit, own, capfd):
         different = [name for name in weights if not torch.equal(trained[name], weights[name])]
         assert different == ["net.4.bias"] * (name == "head")
     assert "head.pth: skipped net.4.bias, more\n" in capfd.readouterr().out
-    for line, told in {
+    for line, hint in {
         "--weights=head.pth": "Error(s) in loading state_dict for Net",
         "--weights=other.pth --model=own_more.Loose": "other.pth has no matching weights: ['fc",
     }.items():
         assert fit(*start, *line.split(), "--run_dir=refused") == 2
-        assert told in capfd.readouterr().err
+        assert hint in capfd.readouterr().err
 
 
 def test_a_best_checkpoint_that_is_damaged_or_gone(fit, own, capfd):

@@ -150,7 +150,7 @@ def test_lightnings_finders(fit, tmp_path, capfd):
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "hint"),
     [
         ("--model.lr=0.3", "--model.lr=0.3: must be 0.1, as in run"),
         ("--trainer.callbacks+=DeviceStatsMonitor", "must be None, as in run"),
@@ -162,18 +162,18 @@ def test_lightnings_finders(fit, tmp_path, capfd):
         ("--trainer.max_epochs=1", "--trainer.max_epochs=1: run has 2 epochs"),
     ],
 )
-def test_mistakes_leave_the_run_as_it_is(options, told, run, fit, capfd):
+def test_mistakes_leave_the_run_as_it_is(options, hint, run, fit, capfd):
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     assert fit("--resume=run", *options.split()) == 2
     err = capfd.readouterr().err
-    assert told in err and err.count("\n") == 1
+    assert hint in err and err.count("\n") == 1
     assert all(path.read_bytes() == content for path, content in before.items())
 
 
 def test_a_damaged_run_is_refused(run, fit, capfd, monkeypatch):
     """A flipped bit, half a file, code in a file, another version, a lock."""
 
-    def refused(*args):
+    def error_of(*args):
         assert fit("--resume=run", "--trainer.max_epochs=3", *args) == 2
         err = capfd.readouterr().err
         assert err.count("\n") <= 6, err
@@ -185,28 +185,28 @@ def test_a_damaged_run_is_refused(run, fit, capfd, monkeypatch):
     flipped = bytes([*good[:middle], good[middle] ^ 1, *good[middle + 1 :]])
     for torn in (flipped, good[:-7], b""):
         path.write_bytes(torn)
-        assert "last.ckpt cannot be read: damaged" in refused()
+        assert "last.ckpt cannot be read: damaged" in error_of()
     torch.save({**content, "hyper_parameters": Pwned()}, path)
-    assert "or with objects that torch.load considers unsafe" in refused()
+    assert "or with objects that torch.load considers unsafe" in error_of()
     torch.save({**content, "lightning_mgpu": {"streams": 1}}, path)
-    assert "last.ckpt is of a different version" in refused()
+    assert "last.ckpt is of a different version" in error_of()
     torch.save({**content, "optimizer_states": []}, path)
-    assert "last.ckpt contains 0 optimizer states, but the model has 1: start a" in refused()
+    assert "last.ckpt contains 0 optimizer states, but the model has 1: start a" in error_of()
     states = {**content["optimizer_states"][0]}
     states["param_groups"] = 2 * states["param_groups"]
     torch.save({**content, "optimizer_states": [states]}, path)
-    assert "error: loaded state dict has a different number of parameter groups" in refused()
+    assert "error: loaded state dict has a different number of parameter groups" in error_of()
     path.write_bytes(good)
     with monkeypatch.context() as patch:  # the first process has found no checkpoint
         patch.setattr(SingleDeviceStrategy, "broadcast", lambda _, x, *src: x is not True and x)
-        assert "only some machines have the run's last.ckpt: use a shared" in refused()
+        assert "only some machines have the run's last.ckpt: use a shared" in error_of()
     rows = (run / "metrics.csv").read_text()
     for broken in (rows.replace(",step,", ",stp,"), rows.replace(",6,", ",six,")):
         (run / "metrics.csv").write_text(broken)
-        assert "metrics.csv: step and seconds must be columns of numbers" in refused()
+        assert "metrics.csv: step and seconds must be columns of numbers" in error_of()
     (run / "metrics.csv").write_text(rows)
     lock = lock_run_dir(run)
-    assert "run is still running" in refused()
+    assert "run is still running" in error_of()
     os.close(lock)
 
 
@@ -258,12 +258,12 @@ def test_a_run_that_stopped_by_itself_is_finished(fit, tmp_path, capfd):
     early = ("--trainer.callbacks=EarlyStopping", "--trainer.callbacks.monitor=val_mine")
     assert fit("--trainer.max_epochs=9", *early, "--run_dir=a") == 0
     out = capfd.readouterr().out.splitlines()
-    (told,) = [line for line in out if line.startswith("stopped early: Monitored metric val_mine")]
+    (hint,) = [line for line in out if line.startswith("stopped early: Monitored metric val_mine")]
     assert last(tmp_path / "a")["epoch"] == 4
     assert json.loads((tmp_path / "a" / "run.json").read_text())["end"]["state"] == "stopped"
     assert fit("--resume=a", "--trainer.max_epochs=20") == 0
     again = capfd.readouterr().out.splitlines()
-    assert told in again and again[-2] == out[-2]
+    assert hint in again and again[-2] == out[-2]
     assert again[-1].split(",")[0] == out[-1].split(",")[0]
     assert not any(line.startswith("epoch ") for line in again)
     assert fit("--resume=a", "--trainer.callbacks.patience=5") == 2

@@ -73,13 +73,13 @@ def depends_on_the_rank(tensors):
     (function or allreduce.sharded_allreduce)(tensors)
 
 
-def refuse(name):
+def fit_written(name):
     strategy = ManualAllreduceStrategy(globals()[name], as_written=True)
     return attempt(fit, strategy=strategy)
 
 
 def test_errors_before_training(in_two_processes):
-    for found in in_two_processes(refuse, "branches"):
+    for found in in_two_processes(fit_written, "branches"):
         assert "test_as_written.py:" in found and "as_written=false" in found, found
-    for found in in_two_processes(refuse, "depends_on_the_rank"):
+    for found in in_two_processes(fit_written, "depends_on_the_rank"):
         assert "an allreduce as written sends different messages" in found, found

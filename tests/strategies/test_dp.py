@@ -141,7 +141,7 @@ class Gathers(Net):
         return super().loss(batch) + 0 * self.all_gather(batch[0]).sum()
 
 
-REFUSED = {
+ERRORS = {
     "manual optimization": (Manual, {}, "does not support manual optimization"),
     "sync_batchnorm": (Net, {"sync_batchnorm": True}, "has no sync_batchnorm"),
     "two machines": (Net, {"num_nodes": 2}, "supports only one process"),
@@ -162,9 +162,9 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", ERRORS)
 def test_refused_in_one_line(name):
-    make, kwargs, said = REFUSED[name]
+    make, kwargs, said = ERRORS[name]
     found = attempt(fit, make, **{"strategy": "dp", "devices": 3, **kwargs})
     assert said in found and "\n" not in found, found
 

@@ -1,4 +1,4 @@
-"""What does not train right is refused in one line that names the fix."""
+"""What is not supported raises an error that names the fix."""
 
 import pytest
 import torch
@@ -127,29 +127,29 @@ class WeighsSome(Net):
         return {"loss": loss, "weight": 1.0} if batch_idx == 1 else loss
 
 
-def refused(make, said, **options):
+def error_of(make, said, **options):
     return Case(make, lambda: options, said)
 
 
 NOT_SYNCED = "An optimizer has a parameter that is not a parameter of the module"
 ALL_OR_NONE = "all losses of an optimizer step need one, or none"
 CASES = {
-    "sparse": refused(Sparse, "use nn.Embedding(sparse=False)"),
-    "hidden": refused(Hidden, NOT_SYNCED),
-    "late": refused(LateParameter, NOT_SYNCED),
-    "swapped": refused(Swaps, NOT_SYNCED),
-    "branches": refused(Branches, "run different BatchNorm layers", sync_batchnorm=True),
-    "wide gradient": refused(
+    "sparse": error_of(Sparse, "use nn.Embedding(sparse=False)"),
+    "hidden": error_of(Hidden, NOT_SYNCED),
+    "late": error_of(LateParameter, NOT_SYNCED),
+    "swapped": error_of(Swaps, NOT_SYNCED),
+    "branches": error_of(Branches, "run different BatchNorm layers", sync_batchnorm=True),
+    "wide gradient": error_of(
         WideGradient, "A torch.float32 gradient of a torch.bfloat16 parameter", **half()
     ),
-    "some weights": refused(WeighsSome, ALL_OR_NONE, accumulate_grad_batches=2),
-    "flat gradient": refused(FlatByHand, "if gradients are views of a larger tensor"),
-    "loss.backward()": refused(LossBackward, "instead of `self.manual_backward(loss)`"),
-    "weight 0": refused(lambda: Returns(lambda loss: {"loss": loss, "weight": 0.0}), ALL_OR_NONE),
-    "random numbers by rank": refused(Draws, "the random state of process"),
-    "edited by rank": refused(EditsByRank, "net.2.bias of process 1 differs from process 0"),
-    "parts": refused(GathersParts, "all_gather of tensors of different shapes"),
-    "LBFGS": refused(Searches, "LBFGS is not supported with several replicas"),
+    "some weights": error_of(WeighsSome, ALL_OR_NONE, accumulate_grad_batches=2),
+    "flat gradient": error_of(FlatByHand, "if gradients are views of a larger tensor"),
+    "loss.backward()": error_of(LossBackward, "instead of `self.manual_backward(loss)`"),
+    "weight 0": error_of(lambda: Returns(lambda loss: {"loss": loss, "weight": 0.0}), ALL_OR_NONE),
+    "random numbers by rank": error_of(Draws, "the random state of process"),
+    "edited by rank": error_of(EditsByRank, "net.2.bias of process 1 differs from process 0"),
+    "parts": error_of(GathersParts, "all_gather of tensors of different shapes"),
+    "LBFGS": error_of(Searches, "LBFGS is not supported with several replicas"),
     "another Trainer": Case(
         Net,
         lambda: {"devices": 1, "strategy": make_strategy()},

@@ -105,7 +105,7 @@ class FiltersWeighted(Weighted, Filters):
     pass
 
 
-def refused(said, make=Validated, **loaders):
+def error_of(said, make=Validated, **loaders):
     arguments = lambda: {name: new() for name, new in loaders.items()}  # noqa: E731
     return Case(make, arguments, said)
 
@@ -121,35 +121,35 @@ CASES = {
     "moved by hooks": Case(Doubles),
     # a hook starts the first pass over the loader
     "asks in setup": Case(AsksInSetup, lambda: {"data": balanced(), "max_epochs": 4}),
-    "split by rank": refused(
+    "split by rank": error_of(
         " loads different batches than process ",
         data=lambda: DataLoader(Stream([*samples()][rank() :: world_size()]), 10),
     ),
-    "seeded by rank": refused(" loads different batches than process ", data=seeded_apart),
-    "few samples": refused(
+    "seeded by rank": error_of(" loads different batches than process ", data=seeded_apart),
+    "few samples": error_of(
         "A batch of 1 samples cannot be split among 2 replicas: use drop_last=True",
         data=lambda: DataLoader(samples(), 28),
     ),
-    "few samples to evaluate": refused(
+    "few samples to evaluate": error_of(
         "A batch of 1 samples cannot be split among 2",
         val=lambda: DataLoader(Subset(samples(), [1]), 2),
     ),
-    "other samples": refused(
+    "other samples": error_of(
         " differs from process ", data=lambda: DataLoader(samples(57, rank()), 10)
     ),
-    "fewer samples": refused(
+    "fewer samples": error_of(
         " differs from process ",
         data=lambda: DataLoader(Subset(samples(), range(56 + rank())), 10),
     ),
-    "series": refused(
+    "series": error_of(
         "50 samples in a batch of 8",
         data=lambda: DataLoader(Stream([torch.ones(50)] * 16), 8, collate_fn=list),
     ),
-    "one sample": refused(
+    "one sample": error_of(
         "DataLoader(batch_size=None) cannot be split",
         data=lambda: DataLoader([(torch.ones(8, 8), 1)] * 20, batch_size=None),
     ),
-    "of other shares": refused(
+    "of other shares": error_of(
         "its shares of the loaders' batches differ, [0.",
         Several,
         data=lambda: several(60, 30, 5),

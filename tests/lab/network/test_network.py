@@ -95,10 +95,10 @@ def test_steps_are_measured_in_whole_windows_within_epochs(tmp_path, capsys):
     steps = Steps(file, speedup=2)
     assert steps.run == Path("runs/my run") and Steps(io.BytesIO()).run is None
     steps.print_table([100, 100])
-    _, _, first, second, *told = capsys.readouterr().out.splitlines()
+    _, _, first, second, *hint = capsys.readouterr().out.splitlines()
     assert first == "| 0 | 1.00 | not measured: too few steps after the first 32 |"
     assert second == "| 1 | 7.03 | 1.0000 | 533 % | 15.0 | 5.0 |  |"
-    assert "divided by 2" in told[0] and "machine 1 had 0.67 of one" in told[1]
+    assert "divided by 2" in hint[0] and "machine 1 had 0.67 of one" in hint[1]
     steps.write_csv(str(tmp_path / "steps.csv"))
     lines = (tmp_path / "steps.csv").read_text().split()
     assert lines[:3] == [",".join(COLUMNS), "0,0,,,,1", "1,0,,,,0.001"]
@@ -260,7 +260,7 @@ def namespaces():
 
 
 @pytest.mark.parametrize(
-    ("args", "told"),
+    ("args", "hint"),
     [
         (("--mbit=9,9,9", "fit"), "--mbit: 3 values; use 1, or 2 with commas"),
         (("--mbit=9 9", "fit"), "argument --mbit: invalid numbers value: '9 9'"),
@@ -269,6 +269,6 @@ def namespaces():
         (("test",), "argument fit: invalid choice: 'test'"),
     ],
 )
-def test_mistakes(args, told, main, capsys):
+def test_mistakes(args, hint, main, capsys):
     assert main("network", *args) == 2
-    assert told in capsys.readouterr().err
+    assert hint in capsys.readouterr().err

@@ -67,7 +67,7 @@ def test_runs_are_kept(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    ("option", "told"),
+    ("option", "hint"),
     [
         ("--output.test=false", "--output.test=false: the test accuracy is needed"),
         ("--trainer.limit_train_batches=20", "=20: fewer batches than --trainer.val_check_interv"),
@@ -77,7 +77,7 @@ def test_runs_are_kept(tmp_path, monkeypatch, capsys):
     ],
 )
 def test_what_it_cannot_use_is_refused_before_it_trains(
-    option, told, tmp_path, monkeypatch, capsys
+    option, hint, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.syspath_prepend(str(REPOSITORY / "scripts"))
     script = pytest.importorskip("accuracy_against_bytes")
@@ -86,7 +86,7 @@ def test_what_it_cannot_use_is_refused_before_it_trains(
     monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
     with pytest.raises(SystemExit, match="2"):
         script.main()
-    assert told in capsys.readouterr().err
+    assert hint in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("link", ["20,100", "1/1/40,400/400/50,3"])

@@ -98,7 +98,7 @@ def test_command(main, tmp_path, capsys):
     assert "MB sent per device: 1.032, 0.516, 1.032, 0.516\n" in said
     assert "MB received per device: 1.032, 0.516, 1.032, 0.516\n" in said
     assert "at most 2 n, with n = 0.516 MB; the lower bound is 1.5 n" in said
-    for page, file, told in (
+    for page, file, hint in (
         ("README.md", "my_allreduce", "chain_allreduce: 6 messages in 6 supersteps, 367.7 ms"),
         ("docs/exchanges.md", "my_half", "an exchange, traced on at most 256 x 256 values"),
     ):
@@ -108,7 +108,7 @@ def test_command(main, tmp_path, capsys):
         [line] = re.findall(rf"python -m lightning_mgpu (trace {file}[^`#\n]*)", text)
         assert main(*line.split()) == 0 and Path("trace.png").exists()
         said = capsys.readouterr().out
-        assert told in said
+        assert hint in said
     assert "at most 1.5 n" in said  # of numbers of half the size
     assert "50.000% of the tensor to each other device" in said
     assert main("trace", "exact", "ring", "power_sgd", "mine.is_late") == 0
