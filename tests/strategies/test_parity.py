@@ -125,7 +125,7 @@ class FlatSGD(torch.optim.Optimizer):
         super().__init__(params, {"lr": 0.5})
         self.given = self.param_groups[0]["params"]
         sizes = [p.numel() for p in self.given]
-        self.flat = torch.zeros(sum(sizes), dtype=torch.float64)
+        self.flat = self.given[0].new_zeros(sum(sizes))
         self.parts = self.flat.split(sizes)
 
     def zero_grad(self, set_to_none=True):
