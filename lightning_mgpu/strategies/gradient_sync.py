@@ -119,11 +119,11 @@ class GradientSync:
         is_edited = reducer.is_edited(gradients)
         reducer.start_rest(gradients, self.waits)
         if buffers and self.num_buffer_bytes:
-            self._start_buffers(self.waits)
+            self._start_buffers()
         found_nonfinite = any(bucket.found_nonfinite for bucket in reducer.buckets)
         payload = np.packbits([is_edited, found_nonfinite, *(p in gradients for p in layout)])
-        numbers = {"parameters": crc_of([p.requires_grad for p in layout]), "buffers": buffers}
-        return self.consistency.pack({**numbers, **invariants}, payload)
+        trained = crc_of([p.requires_grad for p in layout])
+        return self.consistency.pack({"parameters": trained, **invariants}, payload)
 
     def _read_flags(self, rows: np.ndarray) -> list[bool]:
         """Flags of any process: edited, non-finite, and one per parameter with a gradient."""
@@ -142,13 +142,14 @@ class GradientSync:
     def sync_buffers(self) -> None:
         """Synchronize the module's buffers separately from gradients."""
         if self.num_buffer_bytes and self.control.size > 1:
-            self._start_buffers(waits=True)  # gloo aborts if processes send different messages
+            self._start_buffers()
             self.control.all_gather(np.zeros(1, np.uint8), BUFFERS)
             write_buffers(self.module, self.transport.finish()[BUFFERS])
 
-    def _start_buffers(self, waits: bool) -> None:
+    def _start_buffers(self) -> None:
+        """Buffers follow the control message: gloo aborts if processes send different messages."""
         row = read_buffers(self.module, self.num_buffer_bytes)
-        self.transport.start(BUFFERS, all_gather_bytes(row, self.control.size), waits)
+        self.transport.start(BUFFERS, all_gather_bytes(row, self.control.size), waits=True)
 
     def prepare(self) -> None:
         """Create new buckets if parameters have changed since the last optimizer step.

@@ -121,14 +121,6 @@ class Branches(Net):
         return F.cross_entropy(self.net(self.norms[rank()](batch[0])), batch[1])
 
 
-class StepsByRank(Manual):
-    """Only rank 0 synchronizes buffers with its gradients."""
-
-    def backward(self, loss):
-        super().backward(loss)
-        self.trainer.strategy.has_run = rank() == 0
-
-
 class WeighsSome(Net):
     def training_step(self, batch, batch_idx):
         loss = self.loss(batch)
@@ -157,7 +149,6 @@ CASES = {
     "random numbers by rank": error_of(Draws, "the random state of process"),
     "edited by rank": error_of(EditsByRank, "net.2.bias of process 1 differs from process 0"),
     "parts": error_of(GathersParts, "all_gather of tensors of different shapes"),
-    "buffers by rank": error_of(StepsByRank, "synchronizes buffers at a different time"),
     "LBFGS": error_of(Searches, "LBFGS is not supported with several replicas"),
     "another Trainer": Case(
         Net,

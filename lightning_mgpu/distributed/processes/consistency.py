@@ -16,8 +16,6 @@ INVARIANTS = {
     "rank, and seed the code that creates it.",
     "parameters": "process {process} and process {rank} differ in which parameters require a "
     "gradient, or in the shapes, dtypes or strides of these.",
-    "buffers": "process {process} synchronizes buffers at a different time than process {rank}. "
-    "Run equally many training steps in every process.",
     "plans": "an allreduce as written sends different messages in process {process} than in "
     "process {rank}. It must not depend on the rank, the time or set iteration order.",
     "names": "process {process} logs different values than process {rank}, which logs {names}. Log "
